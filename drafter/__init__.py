@@ -1,0 +1,1 @@
+"""Turn a served reasoning model into a better EAGLE-3 drafter, overnight."""

@@ -1,0 +1,180 @@
+"""Files that are either whole or absent: publish by rename, journals, fingerprints, locks."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from drafter.errors import ConfigError
+
+PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def publish(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path` to write to; on success fsync it and rename it into place.
+
+    Works for a file and for a folder (every file in it is synced). Nothing stays behind on failure, and
+    an existing `path` is replaced only by complete bytes.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield part
+        for file in [part] if part.is_file() else [p for p in part.rglob("*") if p.is_file()]:
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        if part.is_dir() and path.is_dir():
+            shutil.rmtree(path)  # a folder cannot be renamed over a non-empty one
+        os.replace(part, path)
+        fsync_dir(path.parent)
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with publish(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def sweep(folder: Path) -> int:
+    """Remove what crashes left unpublished below `folder` (`*.part`, safetensors' `.tmp*`); the number removed."""
+    removed = 0
+    for path in [*folder.rglob(f"*{PART}"), *folder.rglob(".tmp*")]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        removed += 1
+    return removed
+
+
+class Journal:
+    """An append-only JSONL file that survives SIGKILL at any byte.
+
+    Opening cuts a torn last line, so the next record never glues to it. Records are durable after at most
+    `sync_seconds`, and on `sync` and `close`. ASCII-escaped, since a lone surrogate cannot be written as UTF-8.
+    """
+
+    def __init__(self, path: Path, sync_seconds: float = 1.0):
+        self.path = path
+        self.sync_seconds = sync_seconds
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_tail(path)
+        self._file = open(path, "ab")  # noqa: SIM115 - held open for the life of the journal
+        self._synced = time.monotonic()
+
+    def append(self, record: dict) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n")
+        if time.monotonic() - self._synced >= self.sync_seconds:
+            self.sync()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+
+def _cut_torn_tail(path: Path) -> None:
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        end = position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(0, position - 65536)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)
+
+
+def read_jsonl(path: Path) -> Iterator[dict]:
+    """Records of a JSONL file, by line feed only (U+2028 is text); a torn last line is not a record."""
+    with open(path, "rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and line.strip():
+                yield json.loads(line)
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@cache
+def fingerprint_path(path: Path) -> str:
+    """Identity of a file or model folder by content, cheap for terabytes: names, sizes, first and last MiB.
+
+    Raises ConfigError when nothing is there.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist")
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as handle:
+            digest.update(handle.read(1 << 20))
+            handle.seek(max(0, size - (1 << 20)))
+            digest.update(handle.read(1 << 20))
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold `folder` for one process; the kernel drops the lock with the process, so it is never stale.
+
+    Raises ConfigError when another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is working in {folder}; wait for it or stop it") from None
+        yield
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes an ordinary user can still write on the file system that holds `path` (which need not exist yet)."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

