@@ -65,10 +65,10 @@ class Stage:
         `keys` name the settings that change the meaning of a row. Raises ConfigError when the folder was
         made for another question.
         """
-        self._question = self.question(keys)
         manifest = read_manifest(self.folder)
         if manifest is not None:
             self._refuse_changes(manifest, self.name)
+        self._question = self.question(keys)  # only now: a refusal must not write over the old manifest
         self.folder.mkdir(parents=True, exist_ok=True)
         artifacts.write_text(self.folder / "config.yaml", self.config.dump())
         self._write_manifest("running")

@@ -1,0 +1,136 @@
+"""The run's schema: strict, frozen, one line for every mistake."""
+
+import json
+
+import pytest
+import yaml
+
+from drafter import config
+from drafter.errors import ConfigError
+
+DEFAULT = config.ROOT / "configs/smollm2_cpu.yaml"
+
+
+def kimi_folder(folder):
+    inner = {
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "vocab_size": 163840,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+    }
+    outer = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "text_config": inner,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(outer))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("generate.concurency=3", "concurrency"),
+        ("servers.generate.knd=command", "kind"),
+        ("prompts.0.turn=last", "turns"),
+        ("trian.lr=1", "train"),
+    ],
+)
+def test_unknown_key_is_refused_with_the_nearest_valid_one(override, nearest):
+    with pytest.raises(ConfigError, match=f"unknown key .*did you mean {nearest}\\?$") as caught:
+        config.load(DEFAULT, [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("generate.temperature=null", "generate.temperature"),
+        ("train.lr=fast", "train.lr"),
+        ("target.layer_ids=[30, 2]", "ascending"),
+        ("extract.concurrency=0", "greater than 0"),
+        ("servers.extract.kind=systemd", "unit"),
+        ("nonsense", "section.key=value"),
+        ("prompts.7.count=1", "no such place"),
+        ("run.name=../up", "run.name"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_its_place(override, said):
+    """G23 for the sampling field: null is a config error."""
+    with pytest.raises(ConfigError) as caught:
+        config.load(DEFAULT, [override])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_resolved_config_reads_back_equal(tmp_path):
+    resolved = config.load(DEFAULT, ["train.lr=0.0002", "prompts.0.count=3", "target.max_seq_len=77"])
+    (tmp_path / "config.yaml").write_text(resolved.dump())
+    assert config.load(tmp_path / "config.yaml") == resolved
+
+
+def test_overrides_are_yaml_values():
+    resolved = config.load(DEFAULT, ["target.chat_template_kwargs={thinking: false}", "train.warm_start=null"])
+    assert resolved.target.chat_template_kwargs == {"thinking": False}
+    assert resolved.train.warm_start is None
+
+
+def test_relative_paths_are_taken_from_the_project_root(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    resolved = config.load(DEFAULT)
+    assert resolved.run.dir == config.ROOT / "runs"
+    assert resolved.prompts[0].path == config.ROOT / "configs/prompts_sample.jsonl"
+
+
+def test_sections_are_frozen():
+    with pytest.raises(Exception, match="frozen"):
+        config.load(DEFAULT).run.seed = 5
+
+
+def test_a_stage_taken_from_another_run_is_read_there(tmp_path):
+    resolved = config.load(DEFAULT, [f"run.take={{01b_synthetic: {tmp_path}}}"])
+    assert resolved.stage_dir("01b_synthetic") == tmp_path
+    assert resolved.stage_dir("04_train") == resolved.run_dir / "04_train"
+
+
+def test_missing_and_broken_config_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="no config file"):
+        config.load(tmp_path / "absent.yaml")
+    (tmp_path / "bad.yaml").write_text("run: [")
+    with pytest.raises(ConfigError, match="not YAML"):
+        config.load(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="mapping"):
+        config.load(tmp_path / "list.yaml")
+
+
+def test_nested_target_config_is_unwrapped(tmp_path):
+    found = config.read_architecture(kimi_folder(tmp_path))
+    assert (found.num_layers, found.hidden_size, found.vocab_size) == (61, 7168, 163840)
+    assert found.rms_norm_eps == 1e-5 and found.name == "KimiK25ForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["target.layer_ids=[2, 30, 58, 60]"], "last id must be 61"),
+        (["target.layer_ids=[2, 30, 58, 61]", "target.max_seq_len=300000"], "262144 positions"),
+    ],
+)
+def test_settings_the_model_cannot_honour_are_refused(tmp_path, overrides, said):
+    resolved = config.load(DEFAULT, [f"target.model={kimi_folder(tmp_path)}", *overrides])
+    with pytest.raises(ConfigError, match=said):
+        resolved.check_against_model()
+
+
+def test_missing_model_folder_is_named(tmp_path):
+    resolved = config.load(DEFAULT, [f"target.model={tmp_path / 'nowhere'}"])
+    with pytest.raises(ConfigError, match="target.model: no model at .*nowhere"):
+        resolved.check_against_model()
+
+
+def test_default_config_states_every_sampling_field():
+    """G23: nothing is left to the server's generation_config."""
+    tree = yaml.safe_load(config.load(DEFAULT).dump())["generate"]
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert all(tree[name] is not None for name in ("temperature", "top_p", "top_k", "min_p", *penalties))

@@ -1,0 +1,136 @@
+"""What every script shares: refusing a changed question, the summary line, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from drafter import config, stage
+from drafter.errors import ConfigError, ContractError, ResumableError
+
+KEYS = ("generate.temperature", "target.chat_template_kwargs")
+
+
+@pytest.fixture
+def call(tmp_path, capsys, monkeypatch):
+    """Run a stage body in a fresh run folder; returns (exit code, summary, stderr)."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+
+    def run(body, *overrides, name="01b_synthetic"):
+        argv = ["--set", f"run.dir={tmp_path}"]
+        for override in overrides:
+            argv += ["--set", override]
+        code = stage.run(name, body, stage.parser("test"), argv)
+        captured = capsys.readouterr()
+        lines = captured.out.splitlines()
+        assert len(lines) == 1, "stdout is one JSON line"
+        return code, json.loads(lines[0]), captured.err
+
+    return run
+
+
+def complete(this):
+    this.begin(KEYS)
+    this.counts.total = this.counts.done = 3
+    return this.finish()
+
+
+def partial(this):
+    this.begin(KEYS)
+    this.counts.total, this.counts.done = 3, 2
+    return this.finish()
+
+
+def test_complete_means_pending_zero(call, tmp_path):
+    code, summary, _ = call(complete)
+    assert code == 0 and summary["status"] == "complete" and summary["pending"] == 0
+    assert json.loads((tmp_path / "smollm2_cpu/01b_synthetic/manifest.json").read_text()) == summary
+
+
+def test_pending_rows_are_never_exit_zero(call):
+    code, summary, _ = call(partial)
+    assert code == 3 and summary["status"] == "partial" and summary["pending"] == 1
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (ResumableError, 3), (ContractError, 1)])
+def test_an_error_says_who_dies(call, error, code):
+    def body(this):
+        this.begin(KEYS)
+        raise error("one line")
+
+    found, summary, err = call(body)
+    assert found == code and summary["error"] == "one line" and summary["status"] == "failed"
+    assert err.strip().endswith("01b_synthetic: one line") and "Traceback" not in err
+
+
+def test_our_own_bug_shows_a_traceback(call):
+    code, summary, err = call(lambda this: 1 // 0)
+    assert code == 1 and "ZeroDivisionError" in summary["error"] and "Traceback" in err
+
+
+def test_a_changed_question_is_refused_and_the_manifest_kept(call, tmp_path):
+    """H12: exit 2 naming the key; the old manifest is untouched."""
+    call(complete)
+    before = (tmp_path / "smollm2_cpu/01b_synthetic/manifest.json").read_bytes()
+    code, summary, _ = call(complete, "generate.temperature=0.9")
+    assert code == 2 and "generate.temperature" in summary["error"]
+    assert "run.name" in summary["error"] and "run.take" in summary["error"]
+    assert (tmp_path / "smollm2_cpu/01b_synthetic/manifest.json").read_bytes() == before
+
+
+def test_a_changed_amount_is_not_refused(call):
+    call(complete)
+    assert call(complete, "generate.concurrency=3", "prompts.0.count=5")[0] == 0
+
+
+def test_a_later_stage_refuses_another_template(call):
+    """G15: rows generated with other chat_template_kwargs, named."""
+    call(complete)
+
+    def later(this):
+        this.require("01b_synthetic")
+        return complete(this)
+
+    code, summary, _ = call(later, "target.chat_template_kwargs={thinking: false}", name="02_hidden_states")
+    assert code == 2 and "target.chat_template_kwargs" in summary["error"]
+
+
+def test_a_later_stage_needs_the_earlier_one(call):
+    code, summary, _ = call(lambda this: this.require("01b_synthetic"), name="02_hidden_states")
+    assert code == 2 and "01b_synthetic has not run" in summary["error"]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_with_its_own_exit_code_after_saving(tmp_path, signum, code):
+    script = """
+        import sys, time
+        from drafter import stage
+        def body(this):
+            this.begin(("generate.temperature",))
+            print("ready", file=sys.stderr, flush=True)
+            time.sleep(60)
+        sys.exit(stage.run("01b_synthetic", body, stage.parser("t"), ["--set", "run.dir=" + sys.argv[1]]))
+        """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        cwd=config.ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert any("ready" in line for line in iter(process.stderr.readline, ""))
+    os.kill(process.pid, signum)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert json.loads(out)["status"] == "failed"
+
+
+def test_progress_line_shows_rate_and_eta():
+    progress = stage.Progress(10, "rows")
+    progress.advance(5)
+    line = progress.line(in_flight=2)
+    assert line.startswith("5/10 rows") and "ETA" in line and line.endswith("in flight 2")
