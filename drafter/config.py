@@ -214,7 +214,9 @@ class Train(Section):
 
 class Export(Section):
     step: PositiveInt | None = None  # default: the best complete step
-    min_engine: str = "0.25.0"
+    reference: Path | None = (
+        None  # native folder that dictates names, shapes, dtypes, config; default train.warm_start
+    )
 
 
 class Cell(Section):
