@@ -1,0 +1,252 @@
+"""Hidden-state files: their bytes, their checks, reading and writing. Knows nothing of vLLM.
+
+A file is a safetensors file whose header is padded and whose `token_ids` come first, so that one read of the first
+few KB gives everything but the states, and the size of a file follows from its token count alone.
+"""
+
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.contracts import SCHEMA
+from drafter.errors import ContractError, RowError
+
+HEADER_STEP = 1024  # headers are padded to a multiple, so that tensors are aligned and sizes are exact
+FINAL = "final layer before final norm"
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+Dtype = Literal["bf16", "fp8"]
+
+_NAMES = {torch.int64: "I64", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a target had in mind while reading one row.
+
+    token_ids [T] int64; aux [T, A, H] bf16, the inputs of the asked layers in ascending order; final [T, H] bf16,
+    the last layer's output before the final norm.
+    """
+
+    token_ids: Tensor
+    aux: Tensor
+    final: Tensor
+    metadata: dict[str, str]
+
+    @property
+    def layer_ids(self) -> list[int]:
+        return json.loads(self.metadata["layer_ids"])
+
+
+def metadata(row_id: str, model: str, layer_ids: list[int] | tuple[int, ...], dtype: Dtype) -> dict[str, str]:
+    """What a file says about itself."""
+    return {
+        "row_id": row_id,
+        "model": model,
+        "layer_ids": json.dumps(list(layer_ids), separators=(",", ":")),
+        "final": FINAL,
+        "dtype": dtype,
+        "schema": str(SCHEMA),
+    }
+
+
+def shapes(tokens: int, layers: int, hidden: int, dtype: Dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Tensors of a file, in file order."""
+    ids = {"token_ids": (torch.int64, (tokens,))}
+    if dtype == "bf16":
+        return ids | {"hidden_states": (torch.bfloat16, (tokens, layers, hidden))}
+    return ids | {
+        "aux_scale": (torch.float32, (tokens, layers - 1)),
+        "final": (torch.bfloat16, (tokens, hidden)),
+        "aux": (torch.float8_e4m3fn, (tokens, layers - 1, hidden)),
+    }
+
+
+def file_bytes(tokens: int, hidden: int, facts: dict[str, str]) -> int:
+    """Exact size of the file that `write` makes for `facts` (from `metadata`)."""
+    layers = len(json.loads(facts["layer_ids"]))
+    spec = shapes(tokens, layers, hidden, facts["dtype"])
+    return len(_header(spec, facts, 0)) + sum(_size(*entry) for entry in spec.values())
+
+
+def compact(hidden_states: Tensor) -> dict[str, Tensor]:
+    """Tensors of the compact format from [T, L, H] bf16, on the device they are on.
+
+    The auxiliary layers become float8 with one scale a token and layer; the final layer is the teacher and stays.
+    """
+    aux = hidden_states[:, :-1].float()
+    scale = (aux.abs().amax(dim=-1) / FP8_MAX).clamp_min(1e-12)
+    return {
+        "aux_scale": scale,
+        "final": hidden_states[:, -1].contiguous(),
+        "aux": (aux / scale[..., None]).to(torch.float8_e4m3fn),
+    }
+
+
+def expand(aux: Tensor, scale: Tensor) -> Tensor:
+    """bf16 states from the compact format's `aux` and `aux_scale`."""
+    return (aux.float() * scale[..., None]).to(torch.bfloat16)
+
+
+def check_values(hidden_states: Tensor) -> None:
+    """Raises RowError("bad_states") for values, zeros or repetitions that no forward pass gives.
+
+    hidden_states: [T, L, H] bf16 on the CPU. Integer arithmetic on the bit patterns: one pass, no conversion.
+    """
+    bits = hidden_states.view(torch.int16).numpy().view(np.uint16)
+    magnitude = np.max(bits & 0x7FFF, axis=-1)  # [T, L]; bit patterns of bf16 order like their magnitudes
+    for layer in range(bits.shape[1]):
+        column = magnitude[:, layer]
+        if column.max() >= 0x7F80:
+            raise RowError("bad_states", f"slot {layer} is not finite at token {int(np.argmax(column >= 0x7F80))}")
+        if column.min() == 0:
+            raise RowError("bad_states", f"slot {layer} is zero at token {int(np.argmin(column))}")
+        if len(bits) > 1 and _same_everywhere(bits[:, layer]):
+            raise RowError("bad_states", f"slot {layer} is the same at every token")
+        for other in range(layer):
+            if np.array_equal(bits[0, layer], bits[0, other]) and np.array_equal(bits[:, layer], bits[:, other]):
+                raise RowError("bad_states", f"slots {other} and {layer} are the same")
+
+
+def _same_everywhere(rows: np.ndarray) -> bool:
+    return np.array_equal(rows[0], rows[-1]) and bool((rows == rows[0]).all())
+
+
+def write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> int:
+    """Write CPU `tensors` (in file order, contiguous) to `path` and return the size. Ordinary file mode, no sync.
+
+    The checksum over all tensor bytes goes into the metadata. Raises OSError; the caller removes what is left then.
+    """
+    spec = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    views = [memoryview(tensor.view(torch.uint8).numpy()).cast("B") for tensor in tensors.values()]
+    checksum = 0
+    for view in views:
+        checksum = zlib.crc32(view, checksum)
+    size = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for view in [memoryview(_header(spec, facts, checksum)), *views]:
+            size += len(view)
+            while view:
+                view = view[os.write(fd, view) :]
+    finally:
+        os.close(fd)
+    return size
+
+
+def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size
+
+
+def _header(spec: dict, facts: dict[str, str], checksum: int) -> bytes:
+    tree: dict = {"__metadata__": {"format": "pt", **facts, "crc32": f"{checksum:08x}"}}
+    position = 0
+    for name, (dtype, shape) in spec.items():
+        end = position + _size(dtype, shape)
+        tree[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(tree, separators=(",", ":")).encode("ascii")
+    total = -(-(8 + len(text)) // HEADER_STEP) * HEADER_STEP
+    return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The cheap part of a file: everything but the states."""
+
+    metadata: dict[str, str]
+    spec: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    start: int  # of the first tensor byte
+    offsets: dict[str, tuple[int, int]]
+    token_ids: np.ndarray  # [T] int64
+    size: int  # of the file
+
+
+def read_header(path: Path) -> Header:
+    """Raises ContractError when `path` is not a whole hidden-state file; FileNotFoundError when nothing is there."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        first = os.pread(fd, 16384, 0)
+        try:
+            start = 8 + int.from_bytes(first[:8], "little")
+            if start > min(size, 1 << 20):
+                raise ValueError("its header is longer than itself")
+            if start > len(first):
+                first += os.pread(fd, start - len(first), len(first))
+            tree = json.loads(first[8:start])
+            facts = tree.pop("__metadata__")
+            spec = {name: (_TYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in tree.items()}
+            offsets = {name: tuple(entry["data_offsets"]) for name, entry in tree.items()}
+            low, high = offsets["token_ids"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ContractError(f"{path} is not a hidden-state file: {error!r}") from None
+        end = start + max(high for _low, high in offsets.values())
+        if size != end:
+            raise ContractError(f"{path} has {size} bytes, its header says {end}")
+        if any(high - low != _size(*spec[name]) for name, (low, high) in offsets.items()):
+            raise ContractError(f"{path}: shapes and offsets in its header disagree")
+        ids = first[start + low : start + high]
+        if len(ids) < high - low:
+            ids += os.pread(fd, high - low - len(ids), start + low + len(ids))
+    finally:
+        os.close(fd)
+    return Header(facts, spec, start, offsets, np.frombuffer(ids, dtype="<i8"), size)
+
+
+def check_header(
+    header: Header, row_id: str, input_ids: list[int], layer_ids: tuple[int, ...], hidden: int, dtype: Dtype
+) -> None:
+    """Raises RowError("bad_states") unless the file answers exactly this question."""
+    facts = header.metadata
+    asked = {"row_id": row_id, "layer_ids": json.dumps(list(layer_ids), separators=(",", ":")), "final": FINAL}
+    for key, value in (asked | {"dtype": dtype, "schema": str(SCHEMA)}).items():
+        if facts.get(key) != value:
+            raise RowError("bad_states", f"{key} is {facts.get(key)}, asked for {value}")
+    if not np.array_equal(header.token_ids, np.asarray(input_ids, dtype=np.int64)):
+        raise RowError("bad_states", f"its {len(header.token_ids)} token ids are not the row's {len(input_ids)}")
+    expected = shapes(len(input_ids), len(layer_ids), hidden, dtype)
+    if header.spec != expected:
+        raise RowError("bad_states", f"tensors {header.spec}, expected {expected}")
+
+
+def check_content(path: Path) -> None:
+    """Every byte and value of a published file. Raises ContractError or RowError("bad_states")."""
+    header = read_header(path)
+    checksum = 0
+    with open(path, "rb") as file:
+        file.seek(header.start)
+        while chunk := file.read(1 << 24):
+            checksum = zlib.crc32(chunk, checksum)
+    if header.metadata.get("crc32") != f"{checksum:08x}":
+        raise ContractError(f"{path}: checksum {checksum:08x}, its header says {header.metadata.get('crc32')}")
+    states = read_states(path)
+    check_values(torch.cat([states.aux, states.final[:, None]], dim=1))
+
+
+def read_states(path: Path) -> States:
+    """Read a plain or compact file. Raises ContractError when it is not one."""
+    header = read_header(path)
+    with open(path, "rb") as file:
+        file.seek(header.start)
+        data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    tensors = {
+        name: data[slice(*header.offsets[name])].view(dtype).view(shape)
+        for name, (dtype, shape) in header.spec.items()
+    }
+    if header.metadata.get("dtype") == "fp8":
+        aux, final = expand(tensors["aux"], tensors["aux_scale"]), tensors["final"]
+    else:
+        aux, final = tensors["hidden_states"][:, :-1], tensors["hidden_states"][:, -1]
+    return States(tensors["token_ids"], aux, final, header.metadata)
