@@ -214,9 +214,7 @@ class Train(Section):
 
 class Export(Section):
     step: PositiveInt | None = None  # default: the best complete step
-    reference: Path | None = (
-        None  # native folder that dictates names, shapes, dtypes, config; default train.warm_start
-    )
+    reference: Path | None = None  # native folder whose form the export must have; default train.warm_start
 
 
 class Cell(Section):

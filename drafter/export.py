@@ -1,7 +1,8 @@
 """Stage 05: a training checkpoint becomes a folder that vLLM serves as it is.
 
-The native EAGLE-3 layout: `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t` (offsets: target id = i + d2t[i]) and `t2d`, with
-a `LlamaForCausalLMEagle3` config. A reference folder, where there is one, dictates names, shapes, dtypes and config.
+The native EAGLE-3 layout: `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t` (offsets: target id = i + d2t[i]) and
+`t2d`, with a `LlamaForCausalLMEagle3` config. A reference folder, where there is one, dictates names, shapes,
+dtypes and config.
 """
 
 import json
@@ -208,7 +209,7 @@ def read_layout(drafter: Path) -> Layout:
 
 
 def open_weights(drafter: Path) -> Iterator[safe_open]:
-    """Handles of a folder's safetensors files. Raises ConfigError when there are none, ContractError on a broken one."""
+    """Handles of a folder's safetensors files. Raises ConfigError without one, ContractError on a broken one."""
     paths = sorted(drafter.glob("*.safetensors"))
     if not paths:
         raise ConfigError(f"no drafter at {drafter}: it has no .safetensors file")
@@ -278,7 +279,7 @@ def check_config(config: dict[str, Any], target: Target, drafter: Path) -> None:
 
 
 def check_weights(weights: dict[str, torch.Tensor], layout: Layout, config: dict[str, Any]) -> None:
-    """Raises ContractError naming the first tensor that is not as `layout` says, or the fault in the vocabulary map."""
+    """Raises ContractError naming the first tensor that is not as `layout` says, or the vocabulary map's fault."""
     if missing := sorted(layout.keys() - weights.keys()):
         raise ContractError(f"{missing[0]} is missing")
     if extra := sorted(weights.keys() - layout.keys()):
