@@ -246,6 +246,13 @@ class Config(Section):
     export: Export = Export()
     acceptance: Acceptance = Acceptance()
 
+    _arguments: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command-line arguments that load this config again."""
+        return self._arguments
+
     @property
     def run_dir(self) -> Path:
         return self.run.dir / self.run.name
@@ -297,7 +304,9 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     for override in overrides:
         _apply(tree, override)
     try:
-        return _rooted(Config.model_validate(tree))
+        loaded = _rooted(Config.model_validate(tree))
+        loaded._arguments = ("--config", str(path), *(part for item in overrides for part in ("--set", item)))
+        return loaded
     except ValidationError as error:
         problems = error.errors()
         unknown = [e for e in problems if e["type"] == "extra_forbidden"]  # these drag follow-ups behind them

@@ -1,0 +1,468 @@
+"""The vLLM roles of a run: start, wait until really ready, check, stop.
+
+A role is a `systemd` unit, a `command` (the vLLM arguments are built here and the process group is ours) or
+`external` (somebody else's). By hand: `python -m drafter.server up|wait|status|down ROLE --config FILE`.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+from drafter import artifacts, config, gpu
+from drafter.errors import ConfigError, ResumableError, StageError
+
+log = logging.getLogger("drafter")
+
+PROBE_SECONDS = 60  # a completion of one token that takes longer is a hang, also right after compiling kernels
+TAIL_LINES = 40
+GIVE_UP_RESTARTS = 2  # of a systemd unit that keeps dying while it boots
+
+
+def check(run_config: config.Config, role: config.Role) -> None:
+    """Raises ConfigError, with the command that brings the role up, unless it would serve a request now."""
+    if reason := missing(run_config, role):
+        raise ConfigError(f"server {role}: {reason}; bring it up with: {invocation(run_config, 'up', role)}")
+
+
+def invocation(run_config: config.Config, verb: str, role: config.Role) -> str:
+    return shlex.join(["python", "-m", "drafter.server", verb, role, *run_config.arguments])
+
+
+@contextlib.contextmanager
+def serving(
+    run_config: config.Config,
+    role: config.Role,
+    drafter: Path | None = None,
+    num_speculative_tokens: int = 3,
+    log_file: Path | None = None,
+) -> Iterator[None]:
+    """Bring a role up, with `drafter` (a native EAGLE-3 folder) when given, and down again whatever happens."""
+    if drafter is not None and run_config.servers.model_dump()[role]["kind"] != "command":
+        raise ConfigError(f"servers.{role}.kind: a drafter is a launch argument, so this role must be a `command`")
+    try:
+        up(run_config, role, drafter, num_speculative_tokens, log_file)
+        yield
+    finally:
+        down(run_config, role)
+
+
+def up(
+    run_config: config.Config,
+    role: config.Role,
+    drafter: Path | None = None,
+    num_speculative_tokens: int = 3,
+    log_file: Path | None = None,
+) -> None:
+    """Start a role unless it runs already as asked, and wait until it is ready.
+
+    Raises ConfigError for what the user must change (no such unit, port taken), ResumableError when the server
+    dies or is not ready in time. A `command` that failed leaves no process behind.
+    """
+    server = _settings(run_config, role)
+    if server.kind == "systemd":
+        if not _unit(server)["alive"]:
+            systemctl(server, "start", "--no-block", server.unit)
+    elif server.kind == "command":
+        _start(run_config, role, command(run_config, role, drafter, num_speculative_tokens), log_file)
+    try:
+        wait(run_config, role)
+    except BaseException:
+        if server.kind == "command":
+            down(run_config, role)
+        raise
+
+
+def wait(run_config: config.Config, role: config.Role) -> None:
+    """Until ready, at most `start_minutes`. Raises ResumableError, after showing the end of the server's log."""
+    server = _settings(run_config, role)
+    started = spoke = time.monotonic()
+    restarts, shown = restarts_of(server), None
+    while reason := missing(run_config, role):
+        waited = time.monotonic() - started
+        if not alive(run_config, role) or restarts_of(server) - restarts >= GIVE_UP_RESTARTS:
+            raise ResumableError(f"server {role} died while starting: {_show_tail(run_config, role)}")
+        if waited > server.start_minutes * 60:
+            _show_tail(run_config, role)
+            raise ResumableError(f"server {role} is not ready after {server.start_minutes:g} min: {reason}")
+        if reason != shown or time.monotonic() - spoke >= 30:
+            log.info("server %s: waiting %.0f s, %s", role, waited, reason)
+            spoke, shown = time.monotonic(), reason
+        time.sleep(1)
+    log.info("server %s is ready after %.0f s", role, time.monotonic() - started)
+
+
+def down(run_config: config.Config, role: config.Role) -> None:
+    """Stop a role and wait until its GPU memory is free. An `external` role is left alone.
+
+    Raises ResumableError naming the processes that still hold the memory.
+    """
+    server = _settings(run_config, role)
+    if server.kind == "external":
+        return
+    if server.kind == "systemd":
+        systemctl(server, "stop", server.unit, timeout=server.stop_seconds + 60)
+    else:
+        _stop(run_config, role)
+    gpu.wait_free(server.gpus, server.stop_seconds)
+
+
+def alive(run_config: config.Config, role: config.Role) -> bool:
+    """Whether the unit or process exists, ready or not. An external server counts as alive."""
+    server = _settings(run_config, role)
+    if server.kind == "systemd":
+        return _unit(server)["alive"]
+    if server.kind == "command":
+        return _recorded(run_config, role) is not None
+    return True
+
+
+def status(run_config: config.Config, role: config.Role) -> dict[str, Any]:
+    server = _settings(run_config, role)
+    reason = missing(run_config, role)
+    running = alive(run_config, role)
+    return {"role": role, "kind": server.kind, "url": server.url, "alive": running, "ready": not reason} | (
+        {"missing": reason} if reason else {}
+    )
+
+
+# Readiness
+
+
+def missing(run_config: config.Config, role: config.Role) -> str | None:
+    """The first thing that stands between the role and a served request, or None when it is ready.
+
+    Ready means: alive, /health is 200, the served name is listed with enough context, the GPUs hold the model,
+    and one real completion came back with token ids (an API can be healthy over a dead engine).
+    """
+    server = _settings(run_config, role)
+    if not alive(run_config, role):
+        return "not running"
+    try:
+        _request(server, "/health", seconds=10)
+        listed = {model["id"]: model for model in _request(server, "/v1/models", seconds=10)["data"]}
+        if (name := run_config.target.served_name) not in listed:
+            return f"{server.url} serves {', '.join(listed)}, not target.served_name {name}"
+        needed, offered = context_needed(run_config, role), listed[name].get("max_model_len")
+        if offered is not None and offered < needed:
+            return f"its max_model_len is {offered}, this run needs {needed}"
+        if reason := gpu.not_loaded(server.gpus, run_config.target.model):
+            return reason
+        body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        reply = _request(server, "/v1/completions", body, PROBE_SECONDS)
+        if not reply["choices"][0].get("token_ids"):
+            return "its completions carry no token ids (vLLM's return_token_ids)"
+    except urllib.error.HTTPError as error:
+        return f"{urlsplit(error.url).path} answers {error.code}"
+    except (urllib.error.URLError, ConnectionError) as error:
+        return f"no answer at {server.url} ({getattr(error, 'reason', error)})"
+    except TimeoutError:
+        return f"{server.url} hangs: it accepts a request and does not answer"
+    except (ValueError, KeyError, TypeError, IndexError):
+        return f"{server.url} answers, but not as an OpenAI-compatible server does"
+    return None
+
+
+def context_needed(run_config: config.Config, role: config.Role) -> int:
+    """Smallest `max_model_len` this run can work with: every role adds at least one token to a prompt."""
+    return (
+        1
+        + {
+            "generate": run_config.generate.max_tokens,
+            "extract": run_config.target.max_seq_len,
+            "evaluate": run_config.acceptance.max_tokens,
+        }[role]
+    )
+
+
+def _request(server: config.Server, path: str, body: dict | None = None, seconds: float = 10) -> Any:
+    headers = {"content-type": "application/json"}
+    if server.api_key_env:
+        headers["authorization"] = f"Bearer {os.environ.get(server.api_key_env, '')}"
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(server.url.rstrip("/") + path, data, headers)
+    # A proxy from the environment must never stand before a server of this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=seconds) as reply:
+        text = reply.read()
+    return json.loads(text) if text else None
+
+
+# Kind `command`
+
+
+def command(
+    run_config: config.Config, role: config.Role, drafter: Path | None = None, num_speculative_tokens: int = 3
+) -> list[str]:
+    """The vLLM command line of a role."""
+    server, target = _settings(run_config, role), run_config.target
+    address = urlsplit(server.url)
+    flags: dict[str, Any] = {
+        "model": str(target.model),
+        "served-model-name": target.served_name,
+        "host": address.hostname,
+        "port": address.port or 80,
+        "trust-remote-code": target.trust_remote_code or None,
+    }
+    if role == "extract":
+        flags |= _extraction_flags(run_config)
+    if drafter is not None:
+        flags["speculative-config"] = {
+            "method": "eagle3",
+            "model": str(drafter),
+            "num_speculative_tokens": num_speculative_tokens,
+        }
+    # Not the `vllm` script: it looks for a distribution of that name, and the CPU build has another.
+    line = [server.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for flag, value in (flags | server.args).items():
+        line += _flag(flag, value)
+    return line
+
+
+def _flag(flag: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, dict):
+        return [f"--{flag}", json.dumps(value)]
+    if isinstance(value, list | tuple):
+        return [f"--{flag}", *map(str, value)]
+    return [f"--{flag}", str(value)]
+
+
+def captured_layer_ids(run_config: config.Config) -> list[int]:
+    """Layers the extract server captures, in vLLM's ids: the target's, and their upper neighbours when asked."""
+    ids = set(run_config.target.layer_ids)
+    if run_config.extract.neighbour_ids:
+        ids |= {layer + 1 for layer in run_config.target.aux_layer_ids}
+    return sorted(ids)
+
+
+def _extraction_flags(run_config: config.Config) -> dict[str, Any]:
+    captured = captured_layer_ids(run_config)
+    return {
+        "speculative-config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": captured}},
+        },
+        "kv-transfer-config": {
+            "kv_connector": "HiddenStatesWriter",
+            "kv_connector_module_path": "drafter.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "shared_storage_path": str(run_config.stage_dir("02_hidden_states")),
+                "allow_custom_save_path": True,
+                "num_writer_threads": run_config.extract.writer_threads,
+                "queue_gb": run_config.extract.queue_gb,
+                "layer_ids": captured,
+            },
+        },
+    }
+
+
+def environment(server: config.Server) -> dict[str, str]:
+    """What a `command` server's process sees: ours, offline, with the connector importable, then the config's."""
+    result = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(config.ROOT), os.environ.get("PYTHONPATH")]))
+    if server.api_key_env and server.api_key_env in os.environ:
+        result["VLLM_API_KEY"] = os.environ[server.api_key_env]
+    return result | server.env
+
+
+def _record_path(run_config: config.Config, role: config.Role) -> Path:
+    return run_config.run_dir / "servers" / f"{role}.json"
+
+
+def _recorded(run_config: config.Config, role: config.Role) -> dict | None:
+    """The process we started for this role, if it still lives (its pid was not given to another process)."""
+    try:
+        record = json.loads(_record_path(run_config, role).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return record if record["started"] == _process_started(record["pid"]) else None
+
+
+def _process_started(pid: int) -> str | None:
+    """Start time of a live process in clock ticks since boot, or None for a dead or zombie one."""
+    fields = _process_fields(pid)
+    return fields[19] if fields and fields[0] != "Z" else None
+
+
+def _process_fields(pid: int) -> list[str] | None:
+    """/proc/PID/stat after the command name: state, ppid, pgrp, session, ..."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _start(run_config: config.Config, role: config.Role, line: list[str], log_file: Path | None) -> None:
+    server = _settings(run_config, role)
+    if record := _recorded(run_config, role):
+        if record["command"] == line:
+            return
+        log.info("server %s runs with other arguments: stopping it first", role)
+        _stop(run_config, role)
+    address = urlsplit(server.url)
+    with socket.socket() as probe:
+        if probe.connect_ex((address.hostname, address.port or 80)) == 0:
+            raise ConfigError(f"servers.{role}.url: something else listens at {server.url}; stop it or choose a port")
+    path = log_file or _record_path(run_config, role).with_suffix(".log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as output:
+        process = subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(server),
+            start_new_session=True,
+        )
+    record = {"pid": process.pid, "started": _process_started(process.pid), "command": line, "log": str(path)}
+    artifacts.write_json(_record_path(run_config, role), record)
+    log.info("server %s: started process %d, log in %s", role, process.pid, path)
+
+
+def _stop(run_config: config.Config, role: config.Role) -> None:
+    """End every process of the session we started, politely at first."""
+    path = _record_path(run_config, role)
+    try:
+        session = json.loads(path.read_text())["pid"]
+    except (FileNotFoundError, ValueError):
+        return
+    deadline = time.monotonic() + _settings(run_config, role).stop_seconds
+    _signal(session_members(session)[:1], signal.SIGTERM)
+    while members := session_members(session):
+        _reap(session)
+        if time.monotonic() > deadline:
+            log.info("server %s does not stop: killing %s", role, members)
+            _signal(members, signal.SIGKILL)
+            time.sleep(1)
+        elif session not in members:  # workers that outlived the API server
+            _signal(members, signal.SIGTERM)
+        time.sleep(0.1)
+    path.unlink(missing_ok=True)
+
+
+def session_members(session: int) -> list[int]:
+    """Live processes of a session, its leader first."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _process_fields(int(entry.name))
+            if fields and fields[0] != "Z" and int(fields[3]) == session:
+                members.append(int(entry.name))
+    return sorted(members)
+
+
+def _signal(pids: list[int], signum: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):  # another process' child
+        os.waitpid(pid, os.WNOHANG)
+
+
+# Kind `systemd`
+
+
+def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> str:
+    """Raises ConfigError when systemctl refuses (no right, no such unit)."""
+    line = [*server.systemctl, *arguments]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+    except FileNotFoundError:
+        raise ConfigError(f"no {line[0]} on this machine; set servers.<role>.systemctl or another kind") from None
+    except subprocess.TimeoutExpired:
+        raise ResumableError(f"{shlex.join(line)} has not come back after {timeout:.0f} s") from None
+    if done.returncode:
+        raise ConfigError(f"{shlex.join(line)}: {' '.join((done.stderr or done.stdout).split())}")
+    return done.stdout
+
+
+def _unit(server: config.Server) -> dict[str, Any]:
+    """State of the role's unit. Raises ConfigError when it is not installed."""
+    shown = systemctl(server, "show", server.unit, "--property=LoadState,ActiveState,NRestarts")
+    state = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    if state.get("LoadState") == "not-found":
+        raise ConfigError(f"no systemd unit {server.unit}; install configs/systemd/{server.unit}.service")
+    return {
+        "alive": state.get("ActiveState") in ("active", "activating", "reloading"),
+        "restarts": int(state.get("NRestarts") or 0),
+    }
+
+
+def restarts_of(server: config.Server) -> int:
+    """How often systemd restarted the unit by itself; 0 for other kinds."""
+    return _unit(server)["restarts"] if server.kind == "systemd" else 0
+
+
+# Shared
+
+
+def _settings(run_config: config.Config, role: config.Role) -> config.Server:
+    return getattr(run_config.servers, role)
+
+
+def _show_tail(run_config: config.Config, role: config.Role) -> str:
+    """Show the end of the role's log to the person watching; the last line is returned, for the error."""
+    lines = tail(run_config, role).splitlines() or ["its log is empty"]
+    for line in lines:
+        log.info("  %s| %s", role, line[:200])
+    return lines[-1][:200]
+
+
+def tail(run_config: config.Config, role: config.Role) -> str:
+    """The last lines of a role's log."""
+    server = _settings(run_config, role)
+    if server.kind == "systemd":
+        # `status` exits 3 for a stopped unit: its output is wanted all the same.
+        line = [*server.systemctl, "status", server.unit, "--no-pager", "--full", f"--lines={TAIL_LINES}"]
+        return subprocess.run(line, capture_output=True, text=True, timeout=60).stdout
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        record = json.loads(_record_path(run_config, role).read_text())
+        return "\n".join(Path(record["log"]).read_text(errors="replace").splitlines()[-TAIL_LINES:])
+    return ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m drafter.server", description=__doc__.splitlines()[0])
+    parser.add_argument("verb", choices=("up", "wait", "status", "down"))
+    parser.add_argument("role", choices=get_args(config.Role))
+    parser.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    args = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        run_config = config.load(args.config, args.overrides)
+        if args.verb != "status":
+            {"up": up, "wait": wait, "down": down}[args.verb](run_config, args.role)
+        print(json.dumps(status(run_config, args.role)))
+    except StageError as error:
+        print(f"server {args.role}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

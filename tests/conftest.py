@@ -1,0 +1,64 @@
+"""Shared fixtures: the default model, and one real vLLM server a configuration for the whole test session."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from drafter import config, default_model, server
+
+CPU_CONFIG = config.ROOT / "configs/smollm2_cpu.yaml"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running role. `overrides` point another config at it, as a server that is not its own to stop."""
+
+    role: config.Role
+    config: config.Config
+
+    @property
+    def url(self) -> str:
+        return getattr(self.config.servers, self.role).url
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"servers.{self.role}.url={self.url}", f"servers.{self.role}.kind=external"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serve(role: config.Role, folder: Path, overrides: list[str], path: Path = CPU_CONFIG) -> Iterator[Served]:
+    """Serve a role of a config on a free port, its run below `folder`."""
+    url = f"http://127.0.0.1:{free_port()}"
+    run_config = config.load(path, [*overrides, f"run.dir={folder}", f"servers.{role}.url={url}"])
+    with server.serving(run_config, role):
+        yield Served(role, run_config)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """SmolLM2-135M-Instruct as a plain bf16 folder."""
+    return default_model.ensure()
+
+
+@pytest.fixture(scope="session")
+def generate_server(model, tmp_path_factory) -> Iterator[Served]:
+    """The default config's role `generate`."""
+    with serve("generate", tmp_path_factory.mktemp("generate"), ["run.name=served"]) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def extract_server(model, tmp_path_factory) -> Iterator[Served]:
+    """The default config's role `extract`; it writes below `served.config.stage_dir("02_hidden_states")`."""
+    with serve("extract", tmp_path_factory.mktemp("extract"), ["run.name=served"]) as served:
+        yield served
