@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -246,12 +246,10 @@ class Config(Section):
     export: Export = Export()
     acceptance: Acceptance = Acceptance()
 
-    _arguments: tuple[str, ...] = ()
-
-    @property
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
-        """The command-line arguments that load this config again."""
-        return self._arguments
+        """The command-line arguments that load this config again; how it was loaded is no part of its value."""
+        return ()
 
     @property
     def run_dir(self) -> Path:
@@ -305,7 +303,11 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         _apply(tree, override)
     try:
         loaded = _rooted(Config.model_validate(tree))
-        loaded._arguments = ("--config", str(path), *(part for item in overrides for part in ("--set", item)))
+        loaded.__dict__["arguments"] = (
+            "--config",
+            str(path),
+            *(part for item in overrides for part in ("--set", item)),
+        )
         return loaded
     except ValidationError as error:
         problems = error.errors()
