@@ -1,0 +1,117 @@
+"""Step folders of stage 04: save, find the complete ones, read back.
+
+`step-%08d/` appears by rename only, so a folder under its final name is whole: `drafter.safetensors` (fp32 masters
+under native names), `config.json` (native), `optimizer.safetensors` (moments, whole tensors: any number of ranks can
+resume) and `state.json`.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafter import artifacts
+from drafter.errors import ContractError
+
+WEIGHTS, CONFIG, OPTIMIZER, STATE = "drafter.safetensors", "config.json", "optimizer.safetensors", "state.json"
+FILES = (WEIGHTS, CONFIG, OPTIMIZER, STATE)
+NAME = re.compile(r"step-(\d{8})")
+
+
+def step_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def step_number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def save(
+    path: Path, weights: dict[str, Tensor], config: dict[str, Any], moments: dict[str, Tensor], state: dict[str, Any]
+) -> None:
+    """Write one step folder, whole or not at all. An OSError (disk full) leaves every earlier step as it was."""
+    with artifacts.publish(path) as part:
+        part.mkdir()
+        save_file(weights, part / WEIGHTS)
+        save_file(moments, part / OPTIMIZER)
+        (part / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        (part / STATE).write_text(json.dumps(state, indent=1) + "\n")
+        for file in (WEIGHTS, OPTIMIZER):
+            (part / file).chmod(0o644)  # safetensors makes them private to the user
+
+
+def complete_steps(folder: Path) -> list[Path]:
+    """Complete step folders, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and not missing_files(path)]
+    return sorted(found, key=step_number)
+
+
+def missing_files(path: Path) -> list[str]:
+    return [name for name in FILES if not (path / name).is_file()]
+
+
+def best_step(folder: Path) -> Path:
+    """The complete step with the longest expected acceptance; the newest of equals. Raises ContractError when none is."""
+    steps = complete_steps(folder)
+    if not steps:
+        raise ContractError(f"no complete step in {folder}")
+    return max(steps, key=lambda path: (read_state(path)["expected_acceptance"], step_number(path)))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    check_complete(path)
+    return json.loads((path / STATE).read_text())
+
+
+def read_draft(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights under native names (fp32; `d2t` int64, `t2d` bool) and the native config of a step folder.
+
+    Raises ContractError naming what is missing and the nearest complete step.
+    """
+    check_complete(path)
+    return _read_tensors(path / WEIGHTS), json.loads((path / CONFIG).read_text())
+
+
+def read_moments(path: Path) -> dict[str, Tensor]:
+    """AdamW's moments as `<native name>.exp_avg` and `.exp_avg_sq`, fp32."""
+    check_complete(path)
+    return _read_tensors(path / OPTIMIZER)
+
+
+def check_complete(path: Path) -> None:
+    missing = missing_files(path)
+    if not missing:
+        return
+    others = complete_steps(path.parent) + complete_steps(path)
+    number = step_number(path) if NAME.fullmatch(path.name) else 0
+    nearest = min(others, key=lambda other: abs(step_number(other) - number), default=None)
+    hint = f"; the nearest complete step is {nearest}" if nearest else "; there is no complete step beside it"
+    raise ContractError(f"{path} is no complete checkpoint: {missing[0]} is missing{hint}")
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the last `keep` steps and the best one."""
+    steps = complete_steps(folder)
+    kept = {*steps[-keep:], best_step(folder)} if steps else set()
+    for path in steps:
+        if path not in kept:
+            doomed = path.with_name(path.name + artifacts.PART)
+            path.rename(doomed)  # never a half-removed folder under a step's name
+            shutil.rmtree(doomed)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ContractError(f"{path} is broken: {error}") from None
+    return {name: t.to(torch.float32) if t.is_floating_point() else t for name, t in tensors.items()}
