@@ -116,6 +116,7 @@ class Server(Section):
     python: str | None = None  # interpreter that has vLLM; default: the one that runs the script
     start_minutes: PositiveFloat = 60
     stop_seconds: PositiveFloat = 300
+    restarts: NonNegativeInt = 3  # of a server that dies or hangs during one stage
     gpus: tuple[int, ...] = ()  # devices that must hold the model while up, and be free after down
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu
+from drafter import artifacts, config, gpu, process
 from drafter.errors import ConfigError, ResumableError, StageError
 
 log = logging.getLogger("drafter")
@@ -294,21 +293,8 @@ def _recorded(run_config: config.Config, role: config.Role) -> dict | None:
         record = json.loads(_record_path(run_config, role).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return record if record["started"] == _process_started(record["pid"]) else None
-
-
-def _process_started(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot, or None for a dead or zombie one."""
-    fields = _process_fields(pid)
-    return fields[19] if fields and fields[0] != "Z" else None
-
-
-def _process_fields(pid: int) -> list[str] | None:
-    """/proc/PID/stat after the command name: state, ppid, pgrp, session, ..."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    same = record["boot"] == process.boot() and record["birth"] == process.birth(record["pid"])
+    return record if same else None
 
 
 def _start(run_config: config.Config, role: config.Role, line: list[str], log_file: Path | None) -> None:
@@ -325,7 +311,7 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
     path = log_file or _record_path(run_config, role).with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as output:
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             line,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -333,52 +319,23 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
             env=environment(server),
             start_new_session=True,
         )
-    record = {"pid": process.pid, "started": _process_started(process.pid), "command": line, "log": str(path)}
-    artifacts.write_json(_record_path(run_config, role), record)
-    log.info("server %s: started process %d, log in %s", role, process.pid, path)
+    try:
+        identity = {"pid": started.pid, "birth": process.birth(started.pid), "boot": process.boot()}
+        artifacts.write_json(_record_path(run_config, role), identity | {"command": line, "log": str(path)})
+    except BaseException:
+        process.end_session(started.pid, 0)  # unrecorded, nobody would ever stop it
+        raise
+    log.info("server %s: started process %d, log in %s", role, started.pid, path)
 
 
 def _stop(run_config: config.Config, role: config.Role) -> None:
-    """End every process of the session we started, politely at first."""
     path = _record_path(run_config, role)
-    try:
-        session = json.loads(path.read_text())["pid"]
-    except (FileNotFoundError, ValueError):
-        return
-    deadline = time.monotonic() + _settings(run_config, role).stop_seconds
-    _signal(session_members(session)[:1], signal.SIGTERM)
-    while members := session_members(session):
-        _reap(session)
-        if time.monotonic() > deadline:
-            log.info("server %s does not stop: killing %s", role, members)
-            _signal(members, signal.SIGKILL)
-            time.sleep(1)
-        elif session not in members:  # workers that outlived the API server
-            _signal(members, signal.SIGTERM)
-        time.sleep(0.1)
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        record = json.loads(path.read_text())
+        # Workers may outlive the leader; but a pid that was given to somebody else since is not ours to end.
+        if record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record["birth"]):
+            process.end_session(record["pid"], _settings(run_config, role).stop_seconds)
     path.unlink(missing_ok=True)
-
-
-def session_members(session: int) -> list[int]:
-    """Live processes of a session, its leader first."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            fields = _process_fields(int(entry.name))
-            if fields and fields[0] != "Z" and int(fields[3]) == session:
-                members.append(int(entry.name))
-    return sorted(members)
-
-
-def _signal(pids: list[int], signum: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
-
-
-def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # another process' child
-        os.waitpid(pid, os.WNOHANG)
 
 
 # Kind `systemd`

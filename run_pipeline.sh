@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# From prompts to a measured drafter.
+#
+#   ./run_pipeline.sh [CONFIG] [--from NN] [--only NN] [--limit N] [--set SECTION.KEY=VALUE] [--dry-run]
+#
+# In this order, each passed over when it has nothing left to do:
+#   01b  the role `generate` comes up; every prompt is answered; the role goes down
+#   02   the role `extract` comes up; the answers are read back as hidden states; the role goes down
+#   04   the drafter is trained on them (torchrun)
+#   05   the best checkpoint becomes a folder that vLLM serves
+#   06   vLLM serves it, the role `evaluate` once per drafter; acceptance is measured
+# Whatever happens, every server started here is stopped, and a systemd unit that was active before is active after.
+# The exit code is that of the stage that failed; the same command then continues there.
+#
+# PYTHON=python3 ./run_pipeline.sh uses that interpreter and its packages instead of making .venv.
+set -euo pipefail
+caller=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")"
+EXTRA_REQUIREMENTS=()
+source ./environment.sh
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+cd "$caller"
+exec "$PYTHON" -m drafter.pipeline "$@"
