@@ -381,7 +381,7 @@ def _settings(run_config: config.Config, role: config.Role) -> config.Server:
 
 def _show_tail(run_config: config.Config, role: config.Role) -> str:
     """Show the end of the role's log to the person watching; the last line is returned, for the error."""
-    lines = tail(run_config, role).splitlines() or ["its log is empty"]
+    lines = tail(run_config, role).strip().splitlines() or ["its log is empty"]
     for line in lines:
         log.info("  %s| %s", role, line[:200])
     return lines[-1][:200]

@@ -1,0 +1,285 @@
+"""Servers: really ready or not at all, bounded waits, nothing left behind. A scripted vLLM, systemctl and nvidia-smi
+stand on PATH; the real vLLM is served by the tests of the stages."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import CPU_CONFIG, free_port
+
+from drafter import config, process, server
+from drafter.errors import ConfigError, ResumableError
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture
+def role(tmp_path, model):
+    """Makes a config whose role `generate` is the scripted server."""
+    made = []
+
+    def make(fake="", **settings):
+        settings = {
+            "kind": "command",
+            "url": f"http://127.0.0.1:{free_port()}",
+            "python": str(SCRIPTS / "fake_vllm"),
+            "start_minutes": 0.2,
+            "stop_seconds": 1,
+            "args": {"max-model-len": 1024},
+            "env": {"FAKE": fake},
+        } | settings
+        overrides = [f"servers.generate={json.dumps(settings)}", f"run.dir={tmp_path}"]
+        made.append(config.load(CPU_CONFIG, overrides))
+        return made[-1]
+
+    yield make
+    for run_config in made:
+        if run_config.servers.generate.kind == "command":
+            server.down(run_config, "generate")
+
+
+def session(run_config) -> int:
+    return json.loads((run_config.run_dir / "servers/generate.json").read_text())["pid"]
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """systemctl and nvidia-smi on PATH: `machine.units`, `machine.memory(MiB of GPU 0)`."""
+
+    class Machine:
+        units, gpus = tmp_path / "units", tmp_path / "gpus"
+
+        def unit(self, run_config, fake=""):
+            line = [str(SCRIPTS / "fake_vllm"), "-m", "vllm", "--served-model-name", "smollm2"]
+            line += ["--max-model-len", "1024", "--host", "127.0.0.1"]
+            line += ["--port", run_config.servers.generate.url.rpartition(":")[2]]
+            path = self.units / "vllm-test"
+            path.write_text(f"#!/bin/sh\nFAKE='{fake}' exec {' '.join(line)}\n")
+            path.chmod(0o755)
+
+        def memory(self, mib, processes=""):
+            (self.gpus / "memory").write_text(f"0, {mib}\n")
+            (self.gpus / "processes").write_text(processes)
+
+        def calls(self):
+            return (self.units / "calls.log").read_text().split("\n")
+
+    machine = Machine()
+    machine.units.mkdir()
+    machine.gpus.mkdir()
+    monkeypatch.setenv("PATH", f"{SCRIPTS}:{os.environ['PATH']}")
+    monkeypatch.setenv("UNITS", str(machine.units))
+    monkeypatch.setenv("GPU_STATE", str(machine.gpus))
+    machine.memory(0)
+    yield machine
+    for pid_file in machine.units.glob("*.pid"):
+        process.end_session(int(pid_file.read_text()), 0)
+
+
+def test_a_server_is_ready_after_a_completion_and_gone_after_down(role):
+    run_config = role()
+    server.up(run_config, "generate")
+    assert server.status(run_config, "generate")["ready"]
+    server.check(run_config, "generate")
+    leader = session(run_config)
+    server.down(run_config, "generate")
+    assert not process.members(leader)
+    assert server.status(run_config, "generate") | {"url": ""} == {
+        "role": "generate",
+        "kind": "command",
+        "url": "",
+        "alive": False,
+        "ready": False,
+        "missing": "not running",
+    }
+
+
+def test_up_twice_keeps_the_running_server_and_other_arguments_replace_it(role, tmp_path):
+    run_config = role()
+    server.up(run_config, "generate")
+    first = session(run_config)
+    server.up(run_config, "generate")
+    assert session(run_config) == first
+    server.up(run_config, "generate", drafter=tmp_path)
+    assert session(run_config) != first and not process.members(first)
+
+
+def test_check_names_the_command_that_brings_the_role_up(role):
+    run_config = role()
+    with pytest.raises(ConfigError, match="python -m drafter.server up generate --config .* --set run.dir="):
+        server.check(run_config, "generate")
+
+
+def test_a_boot_failure_ends_the_wait_at_once_with_the_end_of_the_log(role, caplog):
+    """R01"""
+    caplog.set_level("INFO")
+    run_config = role("boot_failure")
+    started = time.monotonic()
+    with pytest.raises(ResumableError, match="died while starting: CUDA out of memory"):
+        server.up(run_config, "generate")
+    assert time.monotonic() - started < 6
+    assert "loading weights" in caplog.text
+
+
+def test_a_healthy_server_with_a_hanging_engine_is_not_ready_and_is_not_left_behind(role, monkeypatch):
+    """R01"""
+    monkeypatch.setattr(server, "PROBE_SECONDS", 1)
+    run_config = role("hang", start_minutes=0.05)
+    with pytest.raises(ResumableError, match="not ready after 0.05 min: .* hangs"):
+        server.up(run_config, "generate")
+    assert not server.alive(run_config, "generate")
+
+
+@pytest.mark.parametrize(
+    ("fake", "override", "reason"),
+    [
+        ("no_token_ids", "run.seed=0", "no token ids"),
+        ("", "target.served_name=other", "serves smollm2, not target.served_name other"),
+        ("", "generate.max_tokens=2000", "max_model_len is 1024, this run needs 2001"),
+    ],
+)
+def test_a_server_that_cannot_serve_this_run_is_refused(role, fake, override, reason):
+    run_config = role(fake)
+    server._start(run_config, "generate", server.command(run_config, "generate"), None)
+    changed = config.load(CPU_CONFIG, [*run_config.arguments[3::2], override])
+    while "no answer" in (found := server.missing(changed, "generate")):
+        time.sleep(0.1)
+    assert reason in found
+
+
+@pytest.mark.parametrize("fake", ["stubborn", "orphan", "stubborn orphan"])
+def test_down_ends_every_process_of_the_server(role, fake):
+    run_config = role(fake)
+    server.up(run_config, "generate")
+    leader = session(run_config)
+    assert len(process.members(leader)) == (2 if "orphan" in fake else 1)
+    server.down(run_config, "generate")
+    assert not process.members(leader)
+
+
+def test_a_record_from_before_a_reboot_is_no_process_of_ours(role, tmp_path):
+    run_config = role()
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    record = {"pid": bystander.pid, "birth": "1", "boot": process.boot(), "command": [], "log": ""}
+    path = run_config.run_dir / "servers/generate.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(record))
+    assert not server.alive(run_config, "generate")
+    server.down(run_config, "generate")
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_a_taken_port_is_said_before_anything_is_started(role):
+    first = role()
+    server.up(first, "generate")
+    second = role(url=first.servers.generate.url)
+    second = config.load(CPU_CONFIG, [*second.arguments[3::2], "run.name=other"])
+    with pytest.raises(ConfigError, match="something else listens"):
+        server.up(second, "generate")
+
+
+def test_a_drafter_needs_a_role_that_is_ours_to_start(role, tmp_path):
+    with (
+        pytest.raises(ConfigError, match="must be a `command`"),
+        server.serving(role(kind="external"), "generate", drafter=tmp_path),
+    ):
+        pass
+
+
+def test_arguments_and_environment_reach_vllm_as_it_spells_them(role):
+    args = {"max-model-len": 64, "enforce-eager": True, "enable-prefix-caching": False, "limit": {"image": 0}}
+    line = server.command(role(args=args), "generate")
+    assert line[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert line[-6:] == [
+        "--max-model-len",
+        "64",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--limit",
+        '{"image": 0}',
+    ]
+
+
+def test_the_extract_role_captures_the_targets_layers_and_their_neighbours_when_asked(tmp_path):
+    def captured(*overrides):
+        line = server.command(config.load(CPU_CONFIG, [f"run.dir={tmp_path}", *overrides]), "extract")
+        speculative, transfer = (
+            json.loads(line[line.index(f"--{name}-config") + 1]) for name in ("speculative", "kv-transfer")
+        )
+        extra = transfer["kv_connector_extra_config"]
+        assert extra["shared_storage_path"] == str(tmp_path / "smollm2_cpu/02_hidden_states")
+        return speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+
+    assert captured() == [2, 15, 27, 30]
+    assert captured("extract.neighbour_ids=true") == [2, 3, 15, 16, 27, 28, 30]
+
+
+# systemd
+
+
+def test_a_unit_is_started_waited_for_and_stopped(role, machine):
+    run_config = role(kind="systemd", unit="vllm-test")
+    machine.unit(run_config)
+    server.up(run_config, "generate")
+    server.check(run_config, "generate")
+    server.down(run_config, "generate")
+    assert not server.alive(run_config, "generate")
+    assert [call for call in machine.calls() if not call.startswith("show")][:2] == [
+        "start vllm-test",
+        "stop vllm-test",
+    ]
+
+
+def test_a_unit_that_fails_to_boot_shows_its_journal(role, machine, caplog):
+    """R01"""
+    caplog.set_level("INFO")
+    run_config = role(kind="systemd", unit="vllm-test")
+    machine.unit(run_config, "boot_failure")
+    with pytest.raises(ResumableError, match="CUDA out of memory"):
+        server.up(run_config, "generate")
+    assert "loading weights" in caplog.text
+
+
+def test_a_unit_that_systemd_restarts_again_and_again_is_given_up(role, machine):
+    run_config = role(kind="systemd", unit="vllm-test", start_minutes=1)
+    machine.unit(run_config, "hang")
+    (machine.units / "vllm-test.restarts").write_text("7")
+    server.systemctl(run_config.servers.generate, "start", "vllm-test")
+    assert server.restarts_of(run_config.servers.generate) == 7
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"), [("refuse", "password is required"), ("", "no systemd unit vllm-test")]
+)
+def test_what_the_user_must_change_about_systemd_is_one_line(role, machine, prepare, message):
+    if prepare:
+        (machine.units / prepare).touch()
+    with pytest.raises(ConfigError, match=message):
+        server.up(role(kind="systemd", unit="vllm-test"), "generate")
+
+
+# GPU memory
+
+
+def test_a_server_is_not_ready_before_the_gpus_hold_the_model(role, machine):
+    run_config = role(gpus=[0])
+    server._start(run_config, "generate", server.command(run_config, "generate"), None)
+    while "no answer" in (server.missing(run_config, "generate") or ""):
+        time.sleep(0.1)
+    assert "GPU 0 does not hold its 0.3 GiB" in server.missing(run_config, "generate")
+    machine.memory(300)
+    assert server.missing(run_config, "generate") is None
+
+
+def test_memory_that_stays_after_down_is_reported_with_its_processes(role, machine):
+    run_config = role(gpus=[0])
+    machine.memory(80_000, "4242, VLLM::Worker_TP0, 79000\n")
+    with pytest.raises(ResumableError, match=r"GPU 0: 78.1 GiB\), held by process 4242 VLLM::Worker_TP0"):
+        server.down(run_config, "generate")
+    machine.memory(500)
