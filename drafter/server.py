@@ -306,8 +306,11 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
         _stop(run_config, role)
     address = urlsplit(server.url)
     with socket.socket() as probe:
-        if probe.connect_ex((address.hostname, address.port or 80)) == 0:
-            raise ConfigError(f"servers.{role}.url: something else listens at {server.url}; stop it or choose a port")
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((address.hostname, address.port or 80))
+        except OSError as error:
+            raise ConfigError(f"servers.{role}.url: cannot listen at {server.url} ({error.strerror})") from None
     path = log_file or _record_path(run_config, role).with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as output:

@@ -1,6 +1,7 @@
 """Shared fixtures: the default model, and one real vLLM server a configuration for the whole test session."""
 
 import contextlib
+import random
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,9 +31,12 @@ class Served:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the range the kernel gives to outgoing connections, so that it stays free between two starts."""
+    while True:
+        port = random.randrange(15000, 30000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager
