@@ -1,0 +1,185 @@
+"""The native EAGLE-3 folder that vLLM serves: what it holds, and the door every drafter passes before it is served.
+
+`model.safetensors` with `midlayer.*`, `fc`, `norm`, `lm_head`, and for a reduced vocabulary `d2t` (offsets: target id
+= i + d2t[i]) and `t2d`; `config.json` for `LlamaForCausalLMEagle3`. Without `embed_tokens` the target's is shared.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from drafter import artifacts
+from drafter.config import Target
+from drafter.errors import ConfigError, ContractError
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+EMBEDDING = "embed_tokens.weight"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+# Oldest vLLM that serves such a folder for every target here: it keeps the drafter's own head and lets Kimi's
+# last layer be captured.
+MIN_ENGINE = "0.25.0"
+
+Tensors = dict[str, torch.Tensor]
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape, dtype
+
+
+def read(folder: Path) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors and config. Raises ConfigError when there is no drafter, ContractError when a file is broken."""
+    config = read_config(folder)
+    return {name: file.get_tensor(name) for file in _files(folder) for name in file.keys()}, config  # noqa: SIM118
+
+
+def read_layout(folder: Path) -> Layout:
+    """Names, shapes and dtypes, without values [reads no weights but one element each]."""
+    layout: Layout = {}
+    for file in _files(folder):
+        for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            piece = file.get_slice(name)
+            layout[name] = (tuple(piece.get_shape()), piece[:1].dtype)
+    return layout
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / CONFIG).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"no drafter at {folder} (no {CONFIG} there)") from None
+    except json.JSONDecodeError as error:
+        raise ContractError(f"{folder / CONFIG} is not JSON: {error}") from None
+
+
+def _files(folder: Path) -> Iterator[safe_open]:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(f"no drafter at {folder} (no .safetensors file there)")
+    for path in paths:
+        try:
+            with safe_open(path, "pt") as file:
+                yield file
+        except SafetensorError as error:
+            raise ContractError(f"{path} is broken: {error}") from None
+
+
+def identity(folder: Path) -> str:
+    """A drafter's content: its weights and config, not its model card."""
+    paths = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
+    return "".join(artifacts.sha256_file(path)[:16] for path in paths)
+
+
+def layer_ids(config: dict[str, Any]) -> list[int] | None:
+    """The layers a config asks for; vLLM's two model runners read different places."""
+    return config.get(LAYER_IDS) or (config.get("eagle_config") or {}).get(LAYER_IDS)
+
+
+def layout_of(config: dict[str, Any]) -> Layout:
+    """What vLLM expects of a drafter with this config and the target's embedding."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    aux = len(layer_ids(config)) * config.get("target_hidden_size", hidden)
+    vocab, draft_vocab = config["vocab_size"], config.get("draft_vocab_size") or config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "midlayer.self_attn.q_proj.weight": (heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv_heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv_heads * head_dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads * head_dim),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "fc.weight": (hidden, aux),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+    }
+    layout: Layout = {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
+    if draft_vocab != vocab:
+        layout |= {"d2t": ((draft_vocab,), torch.int64), "t2d": ((vocab,), torch.bool)}
+    return layout
+
+
+def check_folder(folder: Path, target: Target) -> Tensors:
+    """The folder's tensors, after checking that vLLM would serve them as they were meant.
+
+    Raises ConfigError when there is no drafter, ContractError naming the first thing that is wrong.
+    """
+    tensors, config = read(folder)
+    try:
+        check_config(config, target)
+        layout = layout_of(config)
+        if EMBEDDING in tensors:
+            layout[EMBEDDING] = ((config["vocab_size"], config["hidden_size"]), torch.bfloat16)
+        # A published drafter may have another floating point type than bf16, in all its tensors.
+        floats = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+        own = floats.pop() if len(floats) == 1 else torch.bfloat16
+        layout = {name: (shape, own if dtype.is_floating_point else dtype) for name, (shape, dtype) in layout.items()}
+        check_tensors(tensors, layout)
+    except ContractError as error:
+        raise ContractError(f"drafter {folder}: {error}") from None
+    return tensors
+
+
+def check_config(config: dict[str, Any], target: Target) -> None:
+    """Raises ContractError unless this config drafts for this target, reading the layers the states came from."""
+    architecture = target.architecture
+    wanted = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": architecture.hidden_size,
+        "vocab_size": architecture.vocab_size,
+    }
+    for key, value in wanted.items():
+        if config.get(key) != value:
+            raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be {value!r}")
+    for where in (config, config.get("eagle_config") or {}):
+        if (ids := where.get(LAYER_IDS)) and tuple(ids) != target.aux_layer_ids:
+            raise ContractError(f"{CONFIG}: {LAYER_IDS} is {ids}, target.layer_ids is {list(target.layer_ids)}")
+    if not layer_ids(config):
+        raise ContractError(f"{CONFIG}: {LAYER_IDS} is missing")
+
+
+def check_tensors(tensors: Tensors, layout: Layout) -> None:
+    """Raises ContractError naming the first tensor that is not as `layout` says, or the vocabulary map's fault."""
+    if missing := sorted(layout.keys() - tensors.keys()):
+        raise ContractError(f"{missing[0]} is missing")
+    if extra := sorted(tensors.keys() - layout.keys()):
+        raise ContractError(f"{extra[0]} does not belong in this drafter")
+    for name, (shape, dtype) in layout.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise ContractError(f"{name} has shape {list(tensor.shape)}, must be {list(shape)}")
+        if tensor.dtype != dtype:
+            raise ContractError(f"{name} is {tensor.dtype}, must be {dtype}")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ContractError(f"{name} has values that are not finite")
+    if "d2t" in tensors:
+        check_vocabulary_map(tensors["d2t"], tensors["t2d"])
+
+
+def check_vocabulary_map(d2t: torch.Tensor, t2d: torch.Tensor) -> None:
+    """`d2t` [D] holds offsets (target id = i + d2t[i]), `t2d` [V] marks the drafted ids.
+
+    Raises ContractError, one message for each way such a map has been wrong.
+    """
+    ids = torch.arange(len(d2t)) + d2t
+    marked = t2d.nonzero().flatten()
+    if d2t.any() and torch.equal(d2t, marked):
+        raise ContractError("d2t holds absolute ids, must hold offsets (target id minus draft id)")
+    if (d2t < 0).any():
+        raise ContractError(f"d2t is negative at {int((d2t < 0).nonzero()[0])}, offsets never are")
+    if ids.max() >= len(t2d):
+        raise ContractError(f"d2t leads to token {int(ids.max())}, the vocabulary has {len(t2d)}")
+    if len(ids.unique()) != len(ids):
+        raise ContractError("d2t leads to the same token twice")
+    if (ids.diff() < 0).any():
+        raise ContractError("d2t is not in ascending order of target ids")
+    if not torch.equal(ids, marked):
+        raise ContractError(f"t2d marks {len(marked)} tokens that are not the {len(ids)} d2t leads to")
