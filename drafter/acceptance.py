@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from drafter import artifacts, client, contracts, decoding, export, server, statistics
+from drafter import artifacts, client, contracts, decoding, export, native, server, statistics
 from drafter.config import Cell, Config
 from drafter.decoding import Decoded
 from drafter.errors import ConfigError, ResumableError
@@ -119,8 +119,8 @@ def drafters(config: Config) -> list[Drafter]:
             continue
         known = {"warm_start": config.train.warm_start, "run": export.folder(config)}
         folder = known.get(label) or Path(label)
-        export.check_folder(folder, config.target)
-        found.append(Drafter(label, folder, export.sha256(folder)))
+        native.check_folder(folder, config.target)
+        found.append(Drafter(label, folder, native.identity(folder)))
     return found
 
 

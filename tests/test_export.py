@@ -1,0 +1,271 @@
+"""Stage 05: what is exported is the checkpoint, in the reference's form, or it is refused by name."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import HIDDEN, LAYER_IDS, VOCAB, make_drafter, make_tiny_kimi
+
+from drafter import artifacts, checkpoint, config, draft, export, native, stage, states
+from drafter.attention import Documents
+from drafter.errors import ConfigError, ContractError
+from drafter.verifier import read_verifier
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_kimi(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def reference(model, tmp_path_factory) -> Path:
+    return make_drafter(model, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module")
+def target(model) -> config.Target:
+    return config.Target(model=model, served_name="tiny", layer_ids=LAYER_IDS, max_seq_len=64)
+
+
+@pytest.fixture
+def run(tmp_path, model, reference) -> config.Config:
+    """A config of a run whose training has not begun, with a warm start."""
+    return config.load(
+        config.ROOT / "configs/smollm2_cpu.yaml",
+        [
+            f"run.dir={tmp_path}",
+            "run.name=r",
+            f"target.model={model}",
+            f"target.layer_ids={list(LAYER_IDS)}",
+            f"train.warm_start={reference}",
+            "train.draft_vocab_size=null",
+        ],
+    )
+
+
+def masters(folder: Path) -> dict[str, torch.Tensor]:
+    """A folder's tensors as a training checkpoint holds them."""
+    tensors, _config = native.read(folder)
+    return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def save_step(run: config.Config, weights: dict[str, torch.Tensor], step: int = 1, acceptance: float = 1.0) -> Path:
+    """A complete step folder beside the manifest of a stage that has run."""
+    folder = run.stage_dir("04_train")
+    path = checkpoint.step_path(folder, step)
+    settings = native.read_config(run.train.warm_start)
+    checkpoint.save(path, weights, settings, {"moment": torch.zeros(1)}, {"expected_acceptance": acceptance})
+    artifacts.write_json(folder / "manifest.json", {"question": {}, "facts": {}})
+    return path
+
+
+def export_run(run: config.Config) -> dict:
+    return export.run(stage.Stage("05_export", run, argparse.Namespace(limit=None, dry_run=False)))
+
+
+def a_row(tokens: int = 40) -> states.States:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCAB, (tokens,), generator=generator)
+    hidden = torch.randn(tokens, 4, HIDDEN, generator=generator).bfloat16()
+    facts = states.metadata("ab" * 16, "tiny", LAYER_IDS, "bf16")
+    return states.States(ids, hidden[:, :-1], hidden[:, -1], facts)
+
+
+def test_a_warm_start_exported_untrained_is_the_reference(run, reference):
+    """X01: round trip through the trainer's own model, tensor by tensor, dtype by dtype."""
+    verifier = read_verifier(run.target.model)
+    drafter = draft.build(*native.read(reference), verifier, run.target)
+    save_step(run, draft.native_weights(drafter, keep_embedding=False))
+    export_run(run)
+    exported, original = load_file(export.folder(run) / native.WEIGHTS), load_file(reference / native.WEIGHTS)
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert exported[name].dtype == tensor.dtype, name
+        assert torch.equal(exported[name], tensor), name
+    ours, theirs = native.read_config(export.folder(run)), native.read_config(reference)
+    assert {key: ours[key] for key in theirs if key not in export.OURS} == {
+        key: value for key, value in theirs.items() if key not in export.OURS
+    }
+
+
+def test_an_embedding_is_kept_as_the_reference_has_it(target, model, reference, tmp_path):
+    """X01, X09: kept bit for bit where the reference has one, absent where it has none; nothing is left to guess."""
+    weights, settings = masters(reference), native.read_config(reference)
+    embedding = read_verifier(model).embed
+    with_embedding = tmp_path / "reference"
+    with_embedding.mkdir()
+    save_file(load_file(reference / native.WEIGHTS) | {native.EMBEDDING: embedding}, with_embedding / native.WEIGHTS)
+    (with_embedding / native.CONFIG).write_text(json.dumps(settings))
+
+    export.write(tmp_path / "kept", weights | {native.EMBEDDING: embedding.float()}, settings, target, with_embedding)
+    assert torch.equal(load_file(tmp_path / "kept" / native.WEIGHTS)[native.EMBEDDING], embedding)
+    with pytest.raises(ContractError, match="embed_tokens.weight is missing"):
+        export.write(tmp_path / "lost", weights, settings, target, with_embedding)
+    with pytest.raises(ContractError, match="embed_tokens.weight does not belong"):
+        export.write(tmp_path / "extra", weights | {native.EMBEDDING: embedding.float()}, settings, target, reference)
+    assert {path.name for path in tmp_path.iterdir()} == {"reference", "kept"}
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "midlayer.mlp.up_proj.weight", "norm.weight", "d2t", "t2d"])
+@pytest.mark.parametrize("fault", ["delete", "recast", "cut", "nan"])
+def test_a_faulty_checkpoint_is_refused_by_name_and_leaves_nothing(target, reference, tmp_path, name, fault):
+    """X02, X03"""
+    weights, settings = masters(reference), native.read_config(reference)
+    tensor = weights.pop(name)
+    if fault == "recast":
+        weights[name] = tensor.to(torch.int32)
+    elif fault == "cut":
+        weights[name] = tensor[1:]
+    elif fault == "nan":
+        weights[name] = tensor.float() * float("nan")
+    with pytest.raises(ContractError, match=f"^{name} (is|has)"):
+        export.write(tmp_path / "out", weights, settings, target, reference)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_tensor_that_is_not_the_checkpoints_is_named(target, reference, tmp_path):
+    """X01: after reopening, a permuted tensor of the right shape is found by its values."""
+    weights, settings = masters(reference), native.read_config(reference)
+    export.write(tmp_path / "out", weights, settings, target, reference)
+    written = load_file(tmp_path / "out" / native.WEIGHTS)
+    for name, tensor in written.items():
+        if tensor.ndim < 2:
+            continue
+        permuted = {**written, name: tensor.flip(0).contiguous()}
+        with pytest.raises(ContractError, match=name):
+            export.check_reopened(tmp_path / "out", permuted, settings, target, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rms_norm_eps", 1e-5), ("num_attention_heads", 8), ("rope_theta", 5e4), ("attention_bias", True)],
+)
+def test_a_config_that_drifted_from_the_reference_is_refused(target, reference, tmp_path, key, value):
+    weights = masters(reference)
+    settings = native.read_config(reference) | {key: value}
+    if key == "rope_theta":
+        del settings["rope_parameters"]
+    with pytest.raises(ContractError, match="rope" if key == "rope_theta" else key):
+        export.write(tmp_path / "out", weights, settings, target, reference)
+
+
+def test_layer_ids_and_rope_are_written_where_every_engine_reads_them(target, reference):
+    """A published config has ids nested only and rope in transformers 4's spelling."""
+    settings = native.read_config(reference)
+    for key in (native.LAYER_IDS, "rope_parameters", "dtype"):
+        del settings[key]
+    settings["max_position_embeddings"] = 128
+    exported = export.final_config(settings, target, None)
+    assert exported[native.LAYER_IDS] == exported["eagle_config"][native.LAYER_IDS] == [2, 4, 5]
+    assert exported["eagle_config"]["use_aux_hidden_state"] is True
+    assert exported["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
+    assert (exported["rope_theta"], exported["rope_scaling"]) == (1e6, None)
+    assert exported["dtype"] == exported["torch_dtype"] == "bfloat16"
+    assert exported["max_position_embeddings"] == target.architecture.max_position_embeddings
+
+
+def test_scaled_rope_survives_both_spellings():
+    yarn = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    old = export.both_ropes({"rope_theta": 5e4, "rope_scaling": yarn})
+    new = export.both_ropes({"rope_parameters": {"rope_theta": 5e4, **yarn}})
+    legacy = export.both_ropes(
+        {"rope_theta": 5e4, "rope_scaling": {"type": "yarn"} | {k: yarn[k] for k in list(yarn)[1:]}}
+    )
+    assert old == new == legacy
+    assert old["rope_scaling"] == yarn
+    with pytest.raises(ContractError, match="rope_theta"):
+        export.both_ropes({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}})
+
+
+def test_the_export_drafts_what_the_trainer_trained(target, reference, tmp_path):
+    """X01: logits of the exported folder, computed from the serving side, against the training model's own."""
+    weights, settings, row = masters(reference), native.read_config(reference), a_row()
+    export.write(tmp_path / "out", weights, settings, target, reference, [row])
+    verifier = read_verifier(target.model)
+    exported, exported_settings = native.read(tmp_path / "out")
+    served = export.logits(exported, exported_settings, verifier.embed, row)
+
+    drafter = draft.build(weights, settings, verifier, target)
+    drafter.prepare(verifier, torch.float32, steps=1)
+    slots = len(row.token_ids) - 1
+    bounds = torch.tensor([0, slots], dtype=torch.int32)
+    every = torch.arange(slots)
+    ones = torch.ones(slots, dtype=torch.int64)
+    pack = draft.Pack(
+        states=torch.cat([row.aux, row.final[:, None]], 1)[:slots],
+        aux=None,
+        aux_scale=None,
+        input_ids=row.token_ids[1:],
+        positions=every,
+        anchors=every,
+        labels=every,
+        depth=ones,
+        region=ones,
+        documents=Documents(bounds, bounds, slots, slots),
+    )
+    with torch.no_grad():
+        trained = drafter._draft(pack)[0] @ drafter.lm_head.weight.T
+    torch.testing.assert_close(served, trained, rtol=1e-4, atol=1e-4)
+
+
+def test_other_logits_after_reopening_are_refused(target, reference, tmp_path):
+    """X01"""
+    weights, settings = masters(reference), native.read_config(reference)
+    export.write(tmp_path / "out", weights, settings, target, reference)
+    drifted = native.read_config(tmp_path / "out") | {"rms_norm_eps": 1e-2}
+    (tmp_path / "out" / native.CONFIG).write_text(json.dumps(drifted))
+    written = load_file(tmp_path / "out" / native.WEIGHTS)
+    with pytest.raises(ContractError, match="other logits"):
+        export.check_reopened(tmp_path / "out", written, settings, target, [a_row()])
+
+
+def test_the_best_complete_step_is_exported_and_only_once(run, reference, caplog):
+    save_step(run, masters(reference), step=1, acceptance=1.2)
+    better = masters(reference)
+    better["fc.weight"] += 1
+    save_step(run, better, step=2, acceptance=1.5)
+    save_step(run, masters(reference), step=3, acceptance=1.4)
+    summary = export_run(run)
+    assert summary["facts"]["step"] == "step-00000002"
+    weights = export.folder(run) / native.WEIGHTS
+    stamp = weights.stat().st_mtime_ns
+    assert weights.stat().st_mode & 0o777 == 0o644
+    export_run(run)
+    assert weights.stat().st_mtime_ns == stamp
+
+    best = masters(reference)
+    best["fc.weight"] += 2
+    save_step(run, best, step=4, acceptance=1.6)
+    assert export_run(run)["facts"]["step"] == "step-00000004"
+    assert torch.equal(load_file(weights)["fc.weight"], best["fc.weight"].bfloat16())
+
+
+def test_a_damaged_export_is_made_again(run, reference):
+    save_step(run, masters(reference))
+    export_run(run)
+    weights = export.folder(run) / native.WEIGHTS
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4] + b"\0\0\0\1")
+    export_run(run)
+    assert weights.read_bytes() == whole
+
+
+@pytest.mark.parametrize("missing", checkpoint.FILES)
+def test_a_partial_step_is_refused_with_the_nearest_complete_one(run, reference, missing):
+    """X07"""
+    save_step(run, masters(reference), step=3)
+    partial = save_step(run, masters(reference), step=7)
+    (partial / missing).unlink()
+    asked = run.model_copy(update={"export": config.Export(step=7)})
+    with pytest.raises(ContractError, match=f"{missing} is missing; .*step-00000003"):
+        export_run(asked)
+    assert export_run(run)["facts"]["step"] == "step-00000003"
+
+
+def test_a_run_without_training_is_one_line(run):
+    """X07"""
+    with pytest.raises(ConfigError, match="04_train has not run"):
+        export_run(run)

@@ -1,0 +1,178 @@
+"""The door that every drafter passes before it is served: each way a folder has been wrong is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import LAYER_IDS, make_drafter, make_tiny_mla
+
+from drafter import config, native
+from drafter.errors import ConfigError, ContractError
+
+NAMES = sorted(
+    {f"midlayer.self_attn.{part}_proj.weight" for part in "qkvo"}
+    | {f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    | {f"midlayer.{part}.weight" for part in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> config.Target:
+    model = make_tiny_mla(tmp_path_factory.mktemp("target"))
+    return config.Target(model=model, served_name="tiny", layer_ids=LAYER_IDS, max_seq_len=64)
+
+
+@pytest.fixture
+def drafter(target, tmp_path) -> Path:
+    return make_drafter(target.model, tmp_path / "drafter")
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace or (None) remove tensors of a folder."""
+    held = load_file(folder / native.WEIGHTS)
+    for name, tensor in tensors.items():
+        held.pop(name, None)
+        if tensor is not None:
+            held[name] = tensor
+    save_file(held, folder / native.WEIGHTS)
+
+
+def refusal(folder: Path, target: config.Target) -> str:
+    with pytest.raises(ContractError) as caught:
+        native.check_folder(folder, target)
+    return str(caught.value)
+
+
+def test_a_sound_drafter_passes(drafter, target):
+    assert sorted(native.check_folder(drafter, target)) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_tensor_is_named(drafter, target, name):
+    """X02: an engine boots without lm_head and accepts nothing."""
+    change(drafter, **{name: None})
+    assert f"{name} is missing" in refusal(drafter, target)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recast_tensor_is_named(drafter, target, name):
+    """X03: integer maps turned to bf16 or int32, one weight left in fp32."""
+    held = load_file(drafter / native.WEIGHTS)[name]
+    change(drafter, **{name: held.to({torch.bfloat16: torch.float32}.get(held.dtype, torch.int32))})
+    message = refusal(drafter, target)
+    assert message.startswith(f"drafter {drafter}: {name} is torch.")
+    assert "must be" in message
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_transposed_or_cut_tensor_is_named(drafter, target, name):
+    held = load_file(drafter / native.WEIGHTS)[name]
+    square = held.ndim == 2 and held.shape[0] == held.shape[1]
+    change(drafter, **{name: held.T.contiguous() if held.ndim == 2 and not square else held[:-1].contiguous()})
+    assert f"{name} has shape" in refusal(drafter, target)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("weight")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_named(drafter, target, name, value):
+    held = load_file(drafter / native.WEIGHTS)[name]
+    held.view(-1)[held.numel() // 2] = value
+    change(drafter, **{name: held})
+    assert f"{name} has values that are not finite" in refusal(drafter, target)
+
+
+def test_a_tensor_too_many_is_named(drafter, target):
+    """X05: speculators' own names beside the native ones."""
+    change(drafter, **{"layers.0.mlp.up_proj.weight": torch.zeros(2, 2, dtype=torch.bfloat16)})
+    assert "layers.0.mlp.up_proj.weight does not belong" in refusal(drafter, target)
+
+
+def test_an_embedding_of_the_targets_shape_may_be_there(drafter, target):
+    change(drafter, **{native.EMBEDDING: torch.zeros(288, 128, dtype=torch.bfloat16)})
+    assert native.EMBEDDING in native.check_folder(drafter, target)
+    change(drafter, **{native.EMBEDDING: torch.zeros(128, 128, dtype=torch.bfloat16)})
+    assert f"{native.EMBEDDING} has shape" in refusal(drafter, target)
+
+
+def test_every_wrong_vocabulary_map_has_a_message_of_its_own(drafter, target):
+    """X03: absolute ids, negative offsets, duplicates, disorder, out of range, at odds with t2d."""
+    held = load_file(drafter / native.WEIGHTS)
+    d2t, t2d = held["d2t"], held["t2d"]
+    ids = torch.arange(len(d2t)) + d2t
+
+    negative, duplicate, beyond = d2t.clone(), d2t.clone(), d2t.clone()
+    negative[5] = -1
+    duplicate[5] = d2t[4] - 1
+    beyond[-1] = len(t2d)
+    swapped = ids.clone()
+    swapped[[3, 4]] = ids[[4, 3]]
+    other = t2d.clone()
+    other[ids[7]] = False
+    other[ids[7] + 1] = True
+    cases = {
+        "absolute ids": {"d2t": ids},
+        "negative at 5": {"d2t": negative},
+        "same token twice": {"d2t": duplicate},
+        "the vocabulary has 288": {"d2t": beyond},
+        "not in ascending order": {"d2t": swapped - torch.arange(len(ids))},
+        "t2d marks": {"t2d": other},
+    }
+    for message, tensors in cases.items():
+        change(drafter, **{"d2t": d2t, "t2d": t2d, **tensors})
+        assert message in refusal(drafter, target)
+
+
+def test_a_full_vocabulary_has_no_map(drafter, target):
+    """X03: an engine has no place for d2t when nothing is left out of the vocabulary."""
+    settings = native.read_config(drafter) | {"draft_vocab_size": 288}
+    (drafter / native.CONFIG).write_text(json.dumps(settings))
+    change(drafter, **{"lm_head.weight": torch.zeros(288, 128, dtype=torch.bfloat16)})
+    assert "d2t does not belong" in refusal(drafter, target)
+    change(drafter, d2t=None, t2d=None)
+    native.check_folder(drafter, target)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", ["LlamaForCausalLM"]),
+        ("hidden_size", 64),
+        ("vocab_size", 1000),
+        ("num_hidden_layers", 2),
+        ("eagle_aux_hidden_state_layer_ids", [3, 5, 6]),
+        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
+    ],
+)
+def test_a_config_for_another_target_is_refused(drafter, target, key, value):
+    """X04, X06: what an engine would take without a word and draft nonsense with."""
+    settings = native.read_config(drafter) | {key: value}
+    (drafter / native.CONFIG).write_text(json.dumps(settings))
+    assert "eagle_aux" in refusal(drafter, target) if "eagle" in key else key in refusal(drafter, target)
+
+
+def test_no_drafter_at_all_is_the_users_error(target, tmp_path):
+    with pytest.raises(ConfigError, match="no drafter at"):
+        native.check_folder(tmp_path / "nowhere", target)
+    (tmp_path / native.CONFIG).write_text("{}")
+    with pytest.raises(ConfigError, match="no .safetensors file"):
+        native.check_folder(tmp_path, target)
+
+
+def test_a_torn_file_is_a_contract_error(drafter, target):
+    path = drafter / native.WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "is broken" in refusal(drafter, target)
+
+
+def test_identity_is_content(drafter, target):
+    """The model card is no part of a drafter; one changed weight is another drafter."""
+    before = native.identity(drafter)
+    (drafter / "README.md").write_text("a card")
+    assert native.identity(drafter) == before
+    held = load_file(drafter / native.WEIGHTS)["fc.weight"]
+    held[60, 200] += 1
+    change(drafter, **{"fc.weight": held})
+    assert native.identity(drafter) != before
