@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Documents:
-    """Bounds of the packed rows. Row i has queries cu_q[i]:cu_q[i+1], which are its last slots, and keys cu_k[i]:cu_k[i+1]."""
+    """Bounds of packed rows: row i has keys cu_k[i]:cu_k[i+1] and, for its last slots, queries cu_q[i]:cu_q[i+1]."""
 
     cu_q: Tensor  # int32 [rows + 1]
     cu_k: Tensor  # int32 [rows + 1]

@@ -59,7 +59,7 @@ def missing_files(path: Path) -> list[str]:
 
 
 def best_step(folder: Path) -> Path:
-    """The complete step with the longest expected acceptance; the newest of equals. Raises ContractError when none is."""
+    """The complete step that validated best, the newest of equals. Raises ContractError when there is none."""
     steps = complete_steps(folder)
     if not steps:
         raise ContractError(f"no complete step in {folder}")

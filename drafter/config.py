@@ -203,7 +203,6 @@ class Train(Section):
     trainable: tuple[Literal["layer", "fc", "norms", "lm_head"], ...] = ("layer", "fc", "norms", "lm_head")
     ttt_steps: PositiveInt = 3
     ttt_decay: Share = 1.0
-    loss: Literal["kl_div", "ce"] = "kl_div"
     precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters are always fp32
     validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
     validate_every: PositiveInt = 100

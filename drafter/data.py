@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +148,7 @@ class Plan:
 
 
 def token_counts(rows: list[Example], folder: Path, vocab_size: int) -> Tensor:
-    """How often each token id is guessed at step 0: [V] int64. Raises ContractError on an id outside the vocabulary."""
+    """How often each token id is guessed at step 0: [V] int64. Raises ContractError on an id beyond V."""
 
     def guessed(row: Example) -> np.ndarray:
         ids = states.read_header(folder / row.entry.path).token_ids

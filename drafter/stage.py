@@ -185,8 +185,9 @@ def run(
         summary, code = _failure(stage, name, f"our bug: {error!r}"), 1
     if "error" in summary:
         print(f"{name}: {summary['error']}", file=sys.stderr)
-    # torchrun has an exit code of its own, so the summary carries ours.
-    print(json.dumps(summary | {"exit_code": code}), flush=True)
+    if is_main_process():
+        # torchrun has an exit code of its own, so the summary carries ours.
+        print(json.dumps(summary | {"exit_code": code}), flush=True)
     return code
 
 

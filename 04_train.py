@@ -1,0 +1,19 @@
+"""Stage 04: fine-tune the drafter on the captured hidden states.
+
+Reads 02_hidden_states, the target's embedding, norm and head, and the warm start; writes step folders and
+metrics.jsonl. Run it plainly for one process, or with `torchrun --nproc-per-node N 04_train.py` for N. Resumes at
+the last complete step.
+"""
+
+import sys
+
+from drafter import stage, train
+
+
+def body(this: stage.Stage) -> dict:
+    this.config.check_against_model()
+    return train.plan(this) if this.args.dry_run else train.run(this)
+
+
+if __name__ == "__main__":
+    sys.exit(stage.run("04_train", body, stage.parser(__doc__)))

@@ -1,0 +1,445 @@
+"""Stage 04: teach the drafter to say what the target says. One process or many, the same code and the same order."""
+
+import math
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from drafter import artifacts, checkpoint, data, draft, parallel
+from drafter.config import Config
+from drafter.contracts import Counts
+from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
+from drafter.metrics import Metrics, summary, summary_by_region
+from drafter.stage import Progress, Stage, read_manifest, say
+from drafter.verifier import Verifier, read_verifier
+
+QUESTION = (
+    "run.seed", "target.model", "target.layer_ids", "target.max_seq_len", "train.warm_start",
+    "train.draft_vocab_size", "train.draft_intermediate_size", "train.trainable", "train.lr", "train.warmup_share",
+    "train.min_lr_share", "train.weight_decay", "train.betas", "train.grad_clip", "train.l2_sp", "train.ttt_steps",
+    "train.ttt_decay", "train.precision", "train.validation_share",
+)  # fmt: skip
+
+VALIDATION_ROWS = 256  # looked at in one validation; more held-out rows than that only cost time
+
+
+@dataclass(slots=True)
+class Dataset:
+    """Rows of stage 02 as training uses them."""
+
+    folder: Path
+    train: list[data.Example]
+    validation: list[data.Example]
+    plan: data.Plan
+
+
+@dataclass(slots=True)
+class Position:
+    """Where training stands; what a checkpoint remembers beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    best: float = 0.0  # expected acceptance of the best validation
+    stale: int = 0  # validations since then
+    expected_acceptance: float = 0.0  # of the last validation at or before this step
+    seconds_per_step: float = 0.0
+
+
+def run(stage: Stage) -> dict:
+    """Train until done, early stop or a signal. Raises Interrupted after saving when a signal came."""
+    with parallel.ranks() as ranks:
+        stage.require("02_hidden_states")
+        dataset = read_dataset(stage, ranks.world)
+        if ranks.main:
+            stage.begin(QUESTION)
+            artifacts.sweep(stage.folder)
+        ranks.barrier()
+        if is_finished(stage, dataset):
+            say("trained already: %s", checkpoint.best_step(stage.folder))
+            stage.facts = read_manifest(stage.folder)["facts"]
+        else:
+            Training(stage, dataset, ranks).run()
+        stage.counts.done = stage.counts.total - stage.counts.rejected.total()
+        return stage.finish() if ranks.main else {}
+
+
+def plan(stage: Stage) -> dict:
+    """What `run` would do, and what is missing for it."""
+    config, findings, pending = stage.config, [], 1
+    folder = config.stage_dir("02_hidden_states")
+    if not (folder / data.INDEX).exists():
+        findings.append(f"no hidden states in {folder}")
+    else:
+        dataset = read_dataset(stage, config.train.processes)
+        done = checkpoint.complete_steps(stage.folder)
+        pending = len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0)
+        pending = 0 if is_finished(stage, dataset) else pending
+    if (start := config.train.warm_start) and not (start / "config.json").exists():
+        findings.append(f"no warm-start drafter at {start}")
+    if not (config.target.model / "config.json").exists():
+        findings.append(f"no target model at {config.target.model}")
+    return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def read_dataset(stage: Stage, world: int) -> Dataset:
+    """Rows, split and plan. Raises ContractError when nothing is left to learn from."""
+    config, train = stage.config, stage.config.train
+    folder = config.stage_dir("02_hidden_states")
+    entries = sorted(data.read_index(folder), key=lambda entry: entry.row_id)[: stage.args.limit]
+    stage.counts = Counts(total=len(entries))
+    rows = data.examples(entries, config.target.max_seq_len, train.ttt_steps, stage.counts)
+    if not rows:
+        raise ContractError(f"none of the {len(entries)} rows in {folder} has a supervised token: nothing to learn")
+    training, validation = data.split(rows, train.validation_share)
+    if not training:
+        raise ContractError(
+            f"all {len(rows)} rows are of one conversation, which validation takes: nothing to train on"
+        )
+    capacity = config.target.max_seq_len
+    packs_per_step = max(1, round((train.tokens_per_step or capacity * world) / capacity))
+    order = data.Plan(training, capacity, packs_per_step, train.epochs, config.run.seed)
+    if train.max_steps is not None:
+        del order.steps[train.max_steps :]
+    return Dataset(folder, training, validation[:VALIDATION_ROWS], order)
+
+
+def is_finished(stage: Stage, dataset: Dataset) -> bool:
+    """The last run got to its end, and the end has not moved since."""
+    manifest = read_manifest(stage.folder)
+    facts = manifest["facts"] if manifest else {}
+    return (
+        facts.get("steps") == len(dataset.plan.steps)
+        and facts.get("plan") == dataset.plan.fingerprint
+        and (stage.folder / facts.get("best", "none")).is_dir()
+    )
+
+
+def learning_rate(step: int, total: int, config: Config) -> float:
+    """Linear warm-up, then a cosine to `min_lr_share`. A function of the step alone: resuming cannot shift it."""
+    train = config.train
+    warmup = max(1, round(train.warmup_share * total))
+    if step <= warmup:
+        return train.lr * step / warmup
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup + 1)))  # the last step still counts
+    return train.lr * (train.min_lr_share + (1 - train.min_lr_share) * cosine)
+
+
+class Training:
+    """The loop and what it holds."""
+
+    def __init__(self, stage: Stage, dataset: Dataset, ranks: parallel.Ranks):
+        self.stage, self.dataset, self.ranks = stage, dataset, ranks
+        self.config: Config = stage.config
+        self.position = Position()
+        self.metrics: Metrics | None = None
+        self.signal = 0
+
+    def run(self) -> None:
+        self._prepare()
+        self._say_facts()
+        if self.ranks.main:
+            self.metrics = Metrics(self.stage.folder, self.position.step)
+        self._listen()
+        steps = self.dataset.plan.steps
+        progress = Progress(len(steps), "steps", self.position.step) if self.ranks.main else None
+        remaining = steps[self.position.step :]
+        shares = (item for step in remaining for item in step.share(self.ranks.rank, self.ranks.world))
+        self.stream = self.loader.packs(shares)
+        try:
+            if self.position.step == 0:
+                self._validate()
+            for step in remaining:
+                figures = self._step(step)
+                if progress:
+                    progress.advance(
+                        1, **{key: figures[key] for key in ("loss", "expected_acceptance", "tokens_per_s")}
+                    )
+                self._after(step.number, last=step is steps[-1])
+                if figures["stop"]:
+                    if not self._saved(step.number):
+                        self._save()
+                    raise Interrupted(figures["stop"])
+                patience = self.config.train.patience
+                if patience and self.position.stale >= patience:
+                    say("step %d: no better for %d validations, stopping early", step.number, patience)
+                    if not self._saved(step.number):
+                        self._save()
+                    break
+        finally:
+            if progress:
+                progress.close()
+            if self.metrics:
+                self.metrics.close()
+        self._finish()
+
+    # Before the first step
+
+    def _prepare(self) -> None:
+        config, train = self.config, self.config.train
+        verifier = read_verifier(config.target.model)
+        done = checkpoint.complete_steps(self.stage.folder)
+        if done:
+            weights, native = checkpoint.read_draft(done[-1])
+            self._resume(checkpoint.read_state(done[-1]))
+        else:
+            weights, native = first_draft(config, verifier, self.dataset)
+        self.native = native
+        self.keeps_embedding = "embed_tokens.weight" in weights
+        self.compute = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        self.model = draft.build(weights, native, verifier, config.target)
+        self.model.prepare(verifier, self.compute, train.ttt_steps)
+        self.model.to(self.ranks.device)
+        draft.trainable(self.model, train.trainable)
+        kind = "ddp" if train.parallel == "auto" else train.parallel
+        self.wrapped = parallel.wrap(self.model, kind, self.ranks, self.compute)
+        self.parameters = draft.trainable(self.model, train.trainable)
+        self.optimizer = self._make_optimizer()
+        self.anchor = self._read_anchor() if train.l2_sp else None
+        if done:
+            self._load_moments(checkpoint.read_moments(done[-1]))
+            say("resuming from %s", done[-1].name)
+        reader = data.Reader(
+            self.dataset.folder,
+            config.target.layer_ids,
+            train.ttt_steps,
+            reasons=config.target.think_end is not None,
+            pin=self.ranks.device.type == "cuda",
+        )
+        self.loader = data.Loader(reader, self.ranks.device, train.loader_workers)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError naming what differs from the run that made the checkpoint."""
+        now = self._identity()
+        differing = [f"{key} (was {state[key]!r}, is {value!r})" for key, value in now.items() if state[key] != value]
+        if differing:
+            raise ConfigError(
+                f"04_train was begun with other {', '.join(differing)}; use another run.name, or remove "
+                f"{self.stage.folder} to train anew"
+            )
+        self.position = Position(**{key: state[key] for key in asdict(self.position)})
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a resumed step to be the step that would have been."""
+        return {
+            "rows": len(self.dataset.train),
+            "plan": self.dataset.plan.fingerprint,
+            "packs_per_step": max(len(step.packs) for step in self.dataset.plan.steps),
+            "trainable": sorted(self.config.train.trainable),
+        }
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        train = self.config.train
+        decayed = [p for p in self.parameters.values() if p.ndim > 1]
+        plain = [p for p in self.parameters.values() if p.ndim == 1]
+        groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=train.betas, fused=True)
+
+    def _load_moments(self, moments: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(float(self.position.step), device=parameter.device),
+                "exp_avg": parallel.like(moments[f"{name}.exp_avg"], parameter),
+                "exp_avg_sq": parallel.like(moments[f"{name}.exp_avg_sq"], parameter),
+            }
+
+    def _read_anchor(self) -> list[Tensor]:
+        """The warm start's own values, which L2-SP pulls towards."""
+        if self.config.train.warm_start is None:
+            raise ConfigError("train.l2_sp pulls towards a warm start: set train.warm_start, or l2_sp to 0")
+        weights, _ = draft.read_native(self.config.train.warm_start)
+        return [parallel.local(parallel.like(weights[n].float(), p)).clone() for n, p in self.parameters.items()]
+
+    def _say_facts(self) -> None:
+        rows = self.dataset.train
+        tokens, anchors = sum(row.slots for row in rows), sum(row.asked[0] for row in rows)
+        counts = data.token_counts(rows, self.dataset.folder, self.config.target.architecture.vocab_size)
+        kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
+        outside = 1 - float(counts[kept].sum() / counts.sum())
+        numbers = sum(parallel.local(p).numel() for p in self.parameters.values())
+        frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        self.stage.facts |= {
+            "rows_train": len(rows),
+            "rows_validation": len(self.dataset.validation),
+            "tokens": tokens,
+            "supervised_share": round(anchors / tokens, 4),
+            "out_of_vocabulary_share": round(outside, 4),
+            "trainable_parameters": sum(p.numel() for p in self.parameters.values()),
+            "state_gb": round((16 * numbers + frozen) / 1e9, 2),
+            "ranks": self.ranks.world,
+        }
+        if self.ranks.main:
+            facts = self.stage.facts
+            say(
+                "%d rows train, %d validate; %d tokens, %.1f%% supervised, %.2f%% outside the draft vocabulary",
+                len(rows), facts["rows_validation"], tokens, 100 * anchors / tokens, 100 * outside,
+            )  # fmt: skip
+            say(
+                "%.1fM parameters train on %d ranks; weights, gradients and moments take %.1f GB a rank",
+                facts["trainable_parameters"] / 1e6, self.ranks.world, facts["state_gb"],
+            )  # fmt: skip
+
+    def _listen(self) -> None:
+        """From here on a signal waits for the step to end."""
+
+        def note(signum: int, _frame) -> None:
+            self.signal = self.signal or signum
+
+        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGINT, note)
+
+    # The loop's parts
+
+    def _step(self, step: data.Step) -> dict[str, Any]:
+        """One optimizer step over this rank's packs. Raises ContractError, before the update, on a bad number."""
+        train, started, waited = self.config.train, time.perf_counter(), self.loader.waited
+        share = step.share(self.ranks.rank, self.ranks.world)
+        # Gradients are averaged over ranks, the loss over the guesses of all ranks.
+        scale = torch.tensor(
+            [train.ttt_decay**k * self.ranks.world / max(1, n) for k, n in enumerate(step.asked)],
+            device=self.ranks.device,
+        )
+        sums = torch.zeros(2, train.ttt_steps, len(draft.STATS), device=self.ranks.device)
+        for index in range(len(share)):
+            with parallel.gradient_sync(self.wrapped, last=index + 1 == len(share)):
+                loss, stats = self.wrapped(next(self.stream), scale)
+                loss.backward()
+            sums += stats
+        norm = parallel.whole(torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), train.grad_clip))
+        # One transfer a step brings everything the host must know, before the update.
+        signals = [float(self.signal == signal.SIGTERM), float(self.signal == signal.SIGINT)]
+        sums = self.ranks.sum(torch.cat([sums.flatten(), sums.new_tensor(signals)]))
+        *flat, terminated, interrupted, norm = torch.cat([sums, norm.reshape(1).to(sums.dtype)]).tolist()
+        if not math.isfinite(norm):
+            names = [row.entry.row_id for rows, _ in share for row in rows]
+            raise ContractError(f"step {step.number}: loss or gradient is not finite; this rank's rows: {names}")
+        lr = learning_rate(step.number, len(self.dataset.plan.steps), self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.anchor is not None:
+            own = [parallel.local(p).detach() for p in self.parameters.values()]
+            torch._foreach_lerp_(own, self.anchor, lr * train.l2_sp)
+
+        seconds = time.perf_counter() - started
+        self.position.step = step.number
+        self.position.tokens += step.tokens
+        self.position.seconds_per_step = seconds
+        figures = summary(torch.tensor(flat).view(2, train.ttt_steps, len(draft.STATS)).sum(0))
+        figures = {
+            "epoch": step.epoch,
+            "lr": lr,
+            "loss_total": sum(train.ttt_decay**k * loss for k, loss in enumerate(figures["loss"])),
+            **figures,
+            "gradient_norm": norm,
+            "tokens": self.position.tokens,
+            "tokens_per_s": round(step.tokens / seconds, 1),
+            "data_share": round((self.loader.waited - waited) / seconds, 4),
+        }
+        if self.ranks.device.type == "cuda":
+            figures["memory_gb"] = round(torch.cuda.max_memory_allocated(self.ranks.device) / 1e9, 2)
+        if self.metrics:
+            self.metrics.write("train", step.number, figures)
+        return figures | {"stop": signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0}
+
+    def _after(self, step: int, last: bool) -> None:
+        """Validate and save where it is due. What is saved has always been validated."""
+        train = self.config.train
+        save = last or step % train.save_every == 0
+        if save or step % train.validate_every == 0:
+            self._validate()
+        if save:
+            self._save()
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        started = time.perf_counter()
+        packs = data.pack(self.dataset.validation, self.config.target.max_seq_len, seed=None)
+        share = data.Step(0, 0, packs).share(self.ranks.rank, self.ranks.world)
+        sums = torch.zeros(2, self.config.train.ttt_steps, len(draft.STATS), device=self.ranks.device)
+        scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
+        for pack in self.loader.packs(share):
+            sums += self.wrapped(pack, scale)[1]
+        figures = summary_by_region(self.ranks.sum(sums).cpu())
+        position, acceptance = self.position, figures["expected_acceptance"]
+        position.stale = 0 if acceptance > position.best else position.stale + 1
+        position.best = max(position.best, acceptance)
+        position.expected_acceptance = acceptance
+        if not self.ranks.main:
+            return
+        self.metrics.write(
+            "validation", position.step, figures | {"seconds": round(time.perf_counter() - started, 3)}
+        )
+        say(
+            "step %d: validation loss %s, expected acceptance length %.3f",
+            position.step, "/".join(f"{x:.3f}" for x in figures["loss"]), acceptance,
+        )  # fmt: skip
+        if position.step == 0:
+            self.stage.facts["expected_acceptance_before"] = acceptance
+
+    def _saved(self, step: int) -> bool:
+        return checkpoint.step_path(self.stage.folder, step).exists()
+
+    def _save(self) -> None:
+        """Gather on rank 0 and write there. Raises ResumableError when the disk is full; earlier steps stay."""
+        weights = {n: parallel.whole(t) for n, t in draft.native_weights(self.model, self.keeps_embedding).items()}
+        weights = (
+            {n: t.detach().to("cpu", copy=False).contiguous() for n, t in weights.items()} if self.ranks.main else {}
+        )
+        moments: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                tensor = parallel.whole(self.optimizer.state[parameter][kind])
+                if self.ranks.main:
+                    moments[f"{name}.{kind}"] = tensor.cpu().contiguous()
+        state = asdict(self.position) | self._identity() | {"ranks": self.ranks.world}
+        path = checkpoint.step_path(self.stage.folder, self.position.step)
+
+        def write() -> None:
+            checkpoint.save(path, weights, self.native, moments, state)
+            checkpoint.prune(self.stage.folder, self.config.train.keep_checkpoints)
+
+        try:
+            self.ranks.on_main(write)
+        except (OSError, SafetensorError) as error:
+            done = checkpoint.complete_steps(self.stage.folder)
+            kept = done[-1].name if done else "nothing"
+            raise ResumableError(f"step {self.position.step} could not be saved ({error}); {kept} is kept") from None
+
+    def _finish(self) -> None:
+        best = checkpoint.best_step(self.stage.folder)
+        if not self.ranks.main:
+            return
+        self.stage.facts |= {
+            "steps": len(self.dataset.plan.steps),
+            "plan": self.dataset.plan.fingerprint,
+            "last_step": self.position.step,
+            "best": best.name,
+            "expected_acceptance": checkpoint.read_state(best)["expected_acceptance"],
+            "tokens_seen": self.position.tokens,
+        }
+        say("best step: %s, expected acceptance length %.3f", best.name, self.stage.facts["expected_acceptance"])
+
+
+def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and native config before the first step: the warm start's, with its own vocabulary, or from scratch."""
+    train, vocab_size = config.train, config.target.architecture.vocab_size
+    if train.warm_start is None:
+        native = draft.scratch_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)
+        vocabulary = None
+        if native["draft_vocab_size"] != vocab_size:
+            counts = data.token_counts(dataset.train, dataset.folder, vocab_size)
+            vocabulary = draft.draft_vocabulary(counts, native["draft_vocab_size"])
+        return draft.scratch_weights(native, verifier, vocabulary, config.run.seed), native
+    weights, native = draft.read_native(train.warm_start)
+    for key in ("draft_vocab_size", "draft_intermediate_size"):
+        asked, has = getattr(train, key), native.get(key.replace("draft_inter", "inter"))
+        if asked is not None and asked != has:
+            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}; leave it out")
+    return weights, native
