@@ -1,0 +1,61 @@
+"""A stage for the tests: does as FAKE_STAGE says, else nothing at all, and remembers that it is done.
+
+FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), resumable (exit 3), server (works until its server has been
+restarted), forever (until a signal; then saves for a second), knows (its --dry-run refuses the config).
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from drafter import config, server, stage
+from drafter.errors import ConfigError, ContractError, ResumableError
+
+ROLES = {"01b_synthetic": "generate", "02_hidden_states": "extract"}
+
+
+def body(this: stage.Stage) -> dict:
+    fake = dict(word.split("=") for word in os.environ.get("FAKE_STAGE", "").split()).get(this.name, "")
+    done = this.folder / "done"
+    if fake == "knows":
+        raise ConfigError("the reference drafter has no lm_head")
+    if this.args.dry_run:
+        return {"stage": this.name, "dry_run": True, "pending": int(not done.exists()), "findings": []}
+    this.begin(["target.served_name"])
+    this.counts.total = 1
+    role = ROLES.get(this.name)
+    if role:
+        server.check(this.config, role)
+    if fake == "fail":
+        raise ContractError("the states are wrong")
+    if fake == "resumable":
+        raise ResumableError("the disk reserve is reached")
+    if fake == "server":
+        first = record(this.config, role)
+        while record(this.config, role) in (None, first) or server.missing(this.config, role):
+            time.sleep(0.2)
+    if fake == "forever":
+        (this.folder / "working").write_text(str(os.getpid()))
+        try:
+            time.sleep(600)
+        finally:
+            time.sleep(1)
+            (this.folder / "saved").touch()
+    done.touch()
+    this.counts.done = 1
+    return this.finish()
+
+
+def record(run_config: config.Config, role: str) -> str | None:
+    path = run_config.run_dir / "servers" / f"{role}.json"
+    return path.read_text() if path.exists() else None
+
+
+def main(name: str) -> int:
+    return stage.run(name, body, stage.parser(__doc__), sys.argv[1:])
+
+
+if __name__ == "__main__":
+    # One file, linked under each stage's name.
+    raise SystemExit(main(Path(sys.argv[0]).stem))

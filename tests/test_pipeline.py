@@ -1,0 +1,245 @@
+"""The night: the real pipeline end to end on real vLLM, and its manners over scripted stages and servers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import CPU_CONFIG, free_port
+
+from drafter import config, pipeline, process
+
+SCRIPTS = Path(__file__).parent / "scripts"
+STAGES = list(config.STAGES)
+
+
+class Night:
+    """The pipeline over scripted stages; its servers are the scripted vLLM, alone or as a systemd unit."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.fakes, self.units = folder, folder / "fakes", folder / "units"
+        self.run_dir = folder / "runs/smollm2_cpu"
+        self.fakes.mkdir()
+        self.units.mkdir()
+        for name in STAGES:
+            (self.fakes / f"{name}.py").symlink_to(SCRIPTS / "fake_stage.py")
+        self.ports = {role: free_port() for role in ("generate", "extract", "evaluate")}
+        self.overrides = [f"run.dir={folder / 'runs'}"]
+        self.server_fakes = {role: "" for role in self.ports}
+
+    def production(self, active: bool) -> None:
+        """The role `generate` is the team's unit."""
+        line = [str(SCRIPTS / "fake_vllm"), "-m", "vllm", "--served-model-name", "smollm2", "--host", "127.0.0.1"]
+        line += ["--max-model-len", "1024", "--port", str(self.ports["generate"])]
+        unit = self.units / "vllm-team"
+        unit.write_text(f"#!/bin/sh\nexec {' '.join(line)}\n")
+        unit.chmod(0o755)
+        self.overrides += ["servers.generate.kind=systemd", "servers.generate.unit=vllm-team"]
+        if active:
+            subprocess.run(["systemctl", "start", "vllm-team"], env=self.environment(), check=True)
+
+    def production_active(self) -> bool:
+        pid = self.units / "vllm-team.pid"
+        return pid.exists() and process.birth(int(pid.read_text())) is not None
+
+    def environment(self, **stages: str) -> dict:
+        fake_stage = " ".join(f"{name[1:]}={word}" for name, word in stages.items())
+        path = f"{SCRIPTS}:{os.environ['PATH']}"
+        return (
+            os.environ
+            | {"PATH": path, "UNITS": str(self.units), "GPU_STATE": str(self.folder)}
+            | {
+                "FAKES": str(self.fakes),
+                "FAKE_STAGE": fake_stage,
+                "PYTHONPATH": f"{config.ROOT}",
+            }
+        )
+
+    def start(self, *arguments: str, **stages: str) -> subprocess.Popen:
+        line = [sys.executable, str(SCRIPTS / "pipeline.py"), str(CPU_CONFIG), *arguments]
+        for role, port in self.ports.items():
+            line += ["--set", f"servers.{role}.url=http://127.0.0.1:{port}"]
+            line += ["--set", f"servers.{role}.python={SCRIPTS / 'fake_vllm'}"]
+            line += ["--set", f"servers.{role}.stop_seconds=2", "--set", f"servers.{role}.start_minutes=0.2"]
+            line += ["--set", f"servers.{role}.env={{FAKE: {self.server_fakes[role]!r}}}"]
+        for override in self.overrides:
+            line += ["--set", override]
+        return subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.environment(**stages)
+        )
+
+    def run(self, *arguments: str, **stages: str) -> tuple[int, str, str]:
+        started = self.start(*arguments, **stages)
+        out, err = started.communicate(timeout=90)
+        return started.returncode, out, err
+
+    def done(self) -> list[str]:
+        return [name for name in STAGES if (self.run_dir / name / "done").exists()]
+
+    def state(self) -> dict:
+        return json.loads(pipeline.state_path(config.load(CPU_CONFIG, self.overrides)).read_text())
+
+    def leftovers(self) -> list[str]:
+        """Processes of the scripted servers and stages that still live, the team's own aside."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                line = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            ours = any(f"--port {port}" in line for port in self.ports.values()) or str(self.fakes) in line
+            if ours and not (self.production_active() and f"--port {self.ports['generate']}" in line):
+                found.append(line)
+        return found
+
+
+@pytest.fixture
+def night(tmp_path, model):
+    night = Night(tmp_path)
+    (tmp_path / "memory").write_text("")
+    yield night
+    for pid_file in night.units.glob("*.pid"):
+        process.end_session(int(pid_file.read_text()), 0)
+    assert night.leftovers() == []
+
+
+def wait_for(path: Path, seconds: float = 40) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.1)
+
+
+def test_the_whole_chain_runs_and_a_second_run_does_nothing_and_says_so(night):
+    code, out, err = night.run()
+    assert code == 0, err
+    assert night.done() == STAGES
+    assert json.loads(out)["status"] == "complete" and night.leftovers() == []
+    code, out, err = night.run()
+    assert code == 0 and "nothing was done" in err and "waiting" not in err
+
+
+def test_a_failing_stage_keeps_its_exit_code_and_the_rerun_continues_there(night):
+    """R02"""
+    code, _, err = night.run(_02_hidden_states="fail")
+    assert code == 1 and "the states are wrong" in err
+    assert night.done() == ["01b_synthetic"] and night.leftovers() == []
+    assert night.state()["status"] == "failed" and night.state()["stage"] == "02_hidden_states"
+    code, _, err = night.run()
+    assert code == 0 and night.done() == STAGES
+    assert "01b_synthetic: nothing to do" in err
+
+
+def test_the_exit_code_of_training_is_not_torchruns(night):
+    code, _, _ = night.run("--from", "04", _04_train="resumable")
+    assert code == 3
+
+
+def test_one_stage_alone_and_from_a_stage_on(night):
+    assert night.run("--only", "05")[0] == 0
+    assert night.done() == ["05_export"]
+    assert night.run("--from", "06")[0] == 0
+    assert night.done() == ["05_export", "06_acceptance"]
+    code, _, err = night.run("--only", "03")
+    assert code == 2 and "choose from 01b, 02, 04, 05, 06" in err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("name", ["01b_synthetic", "04_train"])
+def test_a_signal_lets_the_stage_save_and_leaves_no_process(night, signum, code, name):
+    """R02"""
+    running = night.start("--only", name.partition("_")[0], **{f"_{name}": "forever"})
+    wait_for(night.run_dir / name / "working")
+    running.send_signal(signum)
+    _, err = running.communicate(timeout=10)
+    assert running.returncode == code, err
+    assert (night.run_dir / name / "saved").exists() and night.leftovers() == []
+    assert night.state()["status"] == "interrupted"
+
+
+def test_a_signal_while_a_server_boots_leaves_no_process(night):
+    """R02"""
+    night.server_fakes["generate"] = "hang"
+    running = night.start()
+    wait_for(night.run_dir / "servers/generate.json")
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=10)
+    assert running.returncode == 143 and night.leftovers() == []
+
+
+def test_a_server_that_dies_during_a_stage_is_restarted_and_the_stage_goes_on(night):
+    night.server_fakes["extract"] = "dies=4"
+    code, _, err = night.run("--only", "02", _02_hidden_states="server")
+    assert code == 0, err
+    assert "server extract died: restart 1 of at most 3" in err and night.done() == ["02_hidden_states"]
+
+
+def test_a_server_that_always_dies_is_given_up(night):
+    night.server_fakes["generate"] = "dies=2"
+    night.overrides.append("servers.generate.restarts=1")
+    code, _, err = night.run(_01b_synthetic="forever")
+    assert code == 3 and "server generate died 2 times" in err
+    assert (night.run_dir / "01b_synthetic/saved").exists()
+
+
+@pytest.mark.parametrize("word", ["", "fail"])
+def test_the_production_server_is_given_back(night, word):
+    night.production(active=True)
+    code, _, err = night.run(_04_train=word)
+    assert code == (1 if word else 0), err
+    assert night.production_active()
+    calls = (night.units / "calls.log").read_text()
+    assert "stop vllm-team" in calls and calls.rstrip().rpartition("start")[2] == " vllm-team"
+
+
+def test_the_production_server_is_given_back_after_a_signal_and_after_a_kill(night):
+    night.production(active=True)
+    running = night.start("--from", "04", _04_train="forever")
+    wait_for(night.run_dir / "04_train/working")
+    assert not night.production_active()
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=10)
+    assert night.production_active()
+
+    (night.run_dir / "04_train/working").unlink()
+    running = night.start("--from", "04", _04_train="forever")
+    wait_for(night.run_dir / "04_train/working")
+    stage = int((night.run_dir / "04_train/working").read_text())
+    running.kill()
+    running.communicate()
+    os.killpg(os.getsid(stage), signal.SIGKILL)
+    assert not night.production_active()
+    assert night.run("--from", "04")[0] == 0
+    assert night.production_active(), "the next pipeline knows what the killed one owed"
+
+
+def test_a_unit_that_was_down_is_down_afterwards(night):
+    night.production(active=False)
+    assert night.run("--only", "01b")[0] == 0
+    assert not night.production_active()
+
+
+def test_two_pipelines_never_share_a_run(night):
+    running = night.start(_01b_synthetic="forever")
+    wait_for(night.run_dir / "01b_synthetic/working")
+    code, _, err = night.run()
+    assert code == 2 and "another process is working" in err
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=10)
+
+
+def test_on_event_hears_stage_end_failure_and_finish(night):
+    heard = night.folder / "heard"
+    night.overrides.append(f"run.on_event=echo $EVENT $STAGE $RUN >> {heard}; exit 1")
+    night.run("--only", "05")
+    night.run("--only", "06", _06_acceptance="fail")
+    assert heard.read_text().splitlines() == [
+        "stage_end 05_export smollm2_cpu",
+        "finish smollm2_cpu",
+        "failure 06_acceptance smollm2_cpu",
+        "failed smollm2_cpu",
+    ]
