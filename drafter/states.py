@@ -4,6 +4,8 @@ A file is a safetensors file whose header is padded and whose `token_ids` come f
 few KB gives everything but the states, and the size of a file follows from its token count alone.
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import zlib
@@ -96,28 +98,57 @@ def expand(aux: Tensor, scale: Tensor) -> Tensor:
     return (aux.float() * scale[..., None]).to(torch.bfloat16)
 
 
-def check_values(hidden_states: Tensor) -> None:
-    """Raises RowError("bad_states") for values, zeros or repetitions that no forward pass gives.
+def ids_digest(token_ids: list[int] | np.ndarray) -> str:
+    """16 hex digits that stand for a sequence of token ids."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()[:16]
 
-    hidden_states: [T, L, H] bf16 on the CPU. Integer arithmetic on the bit patterns: one pass, no conversion.
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock on `path`; the kernel drops it with the process."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def check_tensors(tensors: dict[str, Tensor]) -> None:
+    """Raises RowError("bad_states") for lengths, values, zeros or repetitions that no forward pass gives.
+
+    `tensors`: a file's, on the CPU. Works on bit patterns, which order like the magnitudes they stand for.
     """
-    bits = hidden_states.view(torch.int16).numpy().view(np.uint16)
-    magnitude = np.max(bits & 0x7FFF, axis=-1)  # [T, L]; bit patterns of bf16 order like their magnitudes
+    tokens = len(tensors["token_ids"])
+    for name, tensor in tensors.items():
+        if len(tensor) != tokens:
+            raise RowError("bad_states", f"{name} has {len(tensor)} positions, token_ids has {tokens}")
+    if "hidden_states" in tensors:
+        _check_bits(tensors["hidden_states"].view(torch.uint16).numpy(), 0x7FFF, 0x7F80)
+        return
+    _check_bits(tensors["aux"].view(torch.uint8).numpy(), 0x7F, 0x7F)
+    _check_bits(tensors["final"][:, None].view(torch.uint16).numpy(), 0x7FFF, 0x7F80)
+    scale = tensors["aux_scale"].numpy()
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise RowError("bad_states", "a scale that is not finite and positive")
+
+
+def _check_bits(bits: np.ndarray, mask: int, not_finite: int) -> None:
+    """bits: [T, L, H], the sign being the bit that `mask` leaves out."""
+    magnitude = np.max(bits & bits.dtype.type(mask), axis=-1)
     for layer in range(bits.shape[1]):
         column = magnitude[:, layer]
-        if column.max() >= 0x7F80:
-            raise RowError("bad_states", f"slot {layer} is not finite at token {int(np.argmax(column >= 0x7F80))}")
+        if column.max() >= not_finite:
+            raise RowError("bad_states", f"slot {layer} is not finite at token {int(np.argmax(column))}")
         if column.min() == 0:
             raise RowError("bad_states", f"slot {layer} is zero at token {int(np.argmin(column))}")
-        if len(bits) > 1 and _same_everywhere(bits[:, layer]):
+        same = np.array_equal(bits[0, layer], bits[-1, layer])
+        if len(bits) > 1 and same and (bits[:, layer] == bits[0, layer]).all():
             raise RowError("bad_states", f"slot {layer} is the same at every token")
         for other in range(layer):
             if np.array_equal(bits[0, layer], bits[0, other]) and np.array_equal(bits[:, layer], bits[:, other]):
                 raise RowError("bad_states", f"slots {other} and {layer} are the same")
-
-
-def _same_everywhere(rows: np.ndarray) -> bool:
-    return np.array_equal(rows[0], rows[-1]) and bool((rows == rows[0]).all())
 
 
 def write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> int:
@@ -224,29 +255,40 @@ def check_header(
 def check_content(path: Path) -> None:
     """Every byte and value of a published file. Raises ContractError or RowError("bad_states")."""
     header = read_header(path)
-    checksum = 0
-    with open(path, "rb") as file:
-        file.seek(header.start)
-        while chunk := file.read(1 << 24):
-            checksum = zlib.crc32(chunk, checksum)
-    if header.metadata.get("crc32") != f"{checksum:08x}":
-        raise ContractError(f"{path}: checksum {checksum:08x}, its header says {header.metadata.get('crc32')}")
-    states = read_states(path)
-    check_values(torch.cat([states.aux, states.final[:, None]], dim=1))
+    data = _read_data(path, header)
+    checksum = f"{zlib.crc32(memoryview(data.numpy())):08x}"
+    if header.metadata.get("crc32") != checksum:
+        raise ContractError(
+            f"{path}: its bytes give checksum {checksum}, its header says {header.metadata.get('crc32')}"
+        )
+    check_tensors(_views(data, header))
 
 
 def read_states(path: Path) -> States:
     """Read a plain or compact file. Raises ContractError when it is not one."""
     header = read_header(path)
-    with open(path, "rb") as file:
-        file.seek(header.start)
-        data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-    tensors = {
-        name: data[slice(*header.offsets[name])].view(dtype).view(shape)
-        for name, (dtype, shape) in header.spec.items()
-    }
+    tensors = _views(_read_data(path, header), header)
     if header.metadata.get("dtype") == "fp8":
         aux, final = expand(tensors["aux"], tensors["aux_scale"]), tensors["final"]
     else:
         aux, final = tensors["hidden_states"][:, :-1], tensors["hidden_states"][:, -1]
     return States(tensors["token_ids"], aux, final, header.metadata)
+
+
+def _read_data(path: Path, header: Header) -> Tensor:
+    data = torch.empty(header.size - header.start, dtype=torch.uint8)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(header.start)
+        view = memoryview(data.numpy())
+        while view and (count := file.readinto(view)):
+            view = view[count:]
+    if view:
+        raise ContractError(f"{path} shrank while it was read")
+    return data
+
+
+def _views(data: Tensor, header: Header) -> dict[str, Tensor]:
+    return {
+        name: data[slice(*header.offsets[name])].view(dtype).view(shape)
+        for name, (dtype, shape) in header.spec.items()
+    }

@@ -6,10 +6,12 @@
 """
 
 import json
+import math
+import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -162,12 +164,24 @@ def _weights(seed: int) -> dict[str, Tensor]:
 
     torch.manual_seed(seed)
     # Wider than the usual 0.02: every layer visibly changes the state, and tokens differ in likelihood.
-    config = DeepseekV3Config(**_text_config(), initializer_range=0.1)
-    weights = {name: tensor.contiguous() for name, tensor in DeepseekV3ForCausalLM(config).state_dict().items()}
-    weights = {name: tensor if "e_score" in name else tensor.bfloat16() for name, tensor in weights.items()}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**_text_config(), initializer_range=0.1)).bfloat16()
     # A final norm of ones would hide a missing or a doubled norm.
-    weights["model.norm.weight"] = (1 + 0.5 * torch.rand(HIDDEN)).bfloat16()
-    return weights
+    model.model.norm.weight.data.uniform_(0.5, 1.5)
+    _make_likely(model, {THINK_END: 1 / 5, IM_END: 1 / 10})
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # back to the published names, one tensor an expert
+        return load_file(Path(folder) / "model.safetensors")
+
+
+@torch.no_grad()
+def _make_likely(model, shares: dict[int, float]) -> None:
+    """Let tokens win now and then in every context: their head rows follow the mean final state."""
+    ids = torch.randint(0, 256, (4, 128))
+    final = model.model(ids).last_hidden_state.float().flatten(0, 1)
+    mean = final.mean(dim=0)
+    level = torch.logsumexp(final @ model.lm_head.weight.float().T, dim=-1).mean()
+    for token, share in shares.items():
+        model.lm_head.weight[token] = (mean / mean.norm() ** 2 * (level + math.log(share))).to(torch.bfloat16)
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -1,0 +1,261 @@
+"""Runs inside vLLM: hands every request's hidden states to writer threads, which check, write and rename.
+
+A request names its file in `kv_transfer_params`:
+
+    {"files": {<digest of the prompt's ids>: "<xx>/<row_id>.<attempt>.part", ...},   # relative to the server's root
+     "layer_ids": [...], "dtype": "bf16" | "fp8"}
+
+Files are keyed by the prompt's content because one HTTP request may carry many prompts but only one set of
+parameters; a prompt that reached the engine changed finds no file. The reply says who writes, or why nobody does:
+
+    {"writer": <name below .writers/>, "error": null | "..."}
+
+The reply comes before the file. A `.part` is always whole and checked; if writing fails, `.error` beside it says why.
+The writer's name is a file on which this process holds a lock, so a client can tell a late file from a dead server.
+
+vLLM's own connector supplies the registration of the cache and the search for its group. What is replaced, and why,
+on vLLM 0.26 and 0.32: its write path needs CUDA, outruns the disk without bound and tells nobody about failures;
+a request aborted before it was scheduled raises on 0.26, and one aborted during prefill is written half empty; under
+tensor parallelism 0.26 waits for a notice from every rank while only one writes, and keeps the blocks for ever.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import os
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+)
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from drafter import states
+from drafter.errors import RowError
+
+logger = init_logger(__name__)
+
+GATHER_BYTES = 64 << 20  # device memory beyond vLLM's own that one gather may take
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One finished prompt whose states still lie in the cache."""
+
+    req_id: str
+    part: Path
+    token_ids: list[int]
+    block_ids: list[int]
+    layer_ids: list[int]
+    dtype: states.Dtype
+
+
+@dataclass
+class Saves(KVConnectorMetadata):
+    new: list[Save] = field(default_factory=list)
+
+
+class HiddenStatesWriter(ExampleHiddenStatesConnector):
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.get_from_extra_config
+        self._root = Path(self._storage_path).resolve()
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._model = vllm_config.model_config.served_model_name
+        self._hidden_size = vllm_config.model_config.get_hidden_size()
+        draft = vllm_config.speculative_config.draft_model_config.hf_config
+        # The engine collects them while it walks through the layers, whatever the order they were asked in.
+        self._captured = sorted(draft.eagle_aux_hidden_state_layer_ids)
+
+        # scheduler side
+        self._new_saves: list[Save] = []
+        self._writer = ""
+        if role == KVConnectorRole.SCHEDULER:
+            self._writer, self._alive = _announce(self._root / ".writers")
+
+        # worker side, on the rank that writes
+        self._queue_bytes = int(extra("queue_gb", 4) * 1e9)
+        self._waiting: deque[Save] = deque()  # their cache blocks are held, which slows the engine down at last
+        self._copying: dict[str, torch.cuda.Event | None] = {}
+        self._queued = 0
+        self._queued_lock = threading.Lock()
+
+    def get_finished_count(self) -> int:
+        return 1  # one rank writes and reports
+
+    # scheduler side
+
+    def request_finished(self, request, block_ids):
+        params = request.kv_transfer_params or {}
+        prompt = request.prompt_token_ids
+        if "files" not in params or prompt is None:
+            return False, None
+        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+            return False, None  # aborted, maybe before or during its prefill
+        try:
+            save = self._plan(request.request_id, params, list(prompt), list(block_ids))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return False, {"writer": self._writer, "error": f"{type(error).__name__}: {error}"}
+        self._new_saves.append(save)
+        return True, {"writer": self._writer, "error": None}
+
+    def _plan(self, req_id: str, params: dict, prompt: list[int], block_ids: list[int]) -> Save:
+        """Raises ValueError, KeyError, TypeError or AttributeError on parameters that cannot be honoured."""
+        # All names are judged with each prompt: of a request with many, the client sees one reply.
+        parts = {digest: self._inside(name) for digest, name in params["files"].items()}
+        if unknown := sorted(set(params["layer_ids"]) - set(self._captured)):
+            raise ValueError(f"layers {unknown} are not captured; the server was started with {self._captured}")
+        if params["dtype"] not in ("bf16", "fp8"):
+            raise ValueError(f"no such dtype: {params['dtype']}")
+        if len(block_ids) * self._block_size < len(prompt) or 0 in block_ids:  # 0: a block that was given up
+            raise ValueError(f"the cache no longer holds all {len(prompt)} positions")
+        part = parts[states.ids_digest(prompt)]
+        return Save(req_id, part, prompt, block_ids, params["layer_ids"], params["dtype"])
+
+    def _inside(self, name: str) -> Path:
+        folder, file = os.path.split(name)
+        if not file.endswith(".part") or os.path.isabs(name) or not _is_below(self._root, folder):
+            raise ValueError(f"{name!r} is not a .part file below {self._root}")
+        return self._root / name
+
+    def build_connector_meta(self, scheduler_output) -> Saves:
+        meta, self._new_saves = Saves(self._new_saves), []
+        return meta
+
+    # worker side
+
+    def wait_for_save(self) -> None:
+        pass  # states lie in the cache until the request has finished
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Start the copies that fit the queue; report the requests whose blocks may be freed."""
+        if not self._is_tp_rank_zero:
+            return None, None
+        if self.has_connector_metadata():
+            self._waiting.extend(self._get_connector_metadata().new)
+        while self._waiting and self._has_room(self._waiting[0]):
+            self._start(self._waiting.popleft())
+        done = {req_id for req_id, event in self._copying.items() if event is None or event.query()}
+        for req_id in done:
+            del self._copying[req_id]
+        return done or None, None
+
+    def shutdown(self) -> None:
+        self._executor.shutdown(wait=True)
+
+    def _size(self, save: Save) -> int:
+        return len(save.token_ids) * len(save.layer_ids) * self._hidden_size * 2
+
+    def _has_room(self, save: Save) -> bool:
+        with self._queued_lock:
+            return self._queued == 0 or self._queued + self._size(save) <= self._queue_bytes
+
+    def _start(self, save: Save) -> None:
+        """Queue the copy from the cache and the write behind it."""
+        with self._queued_lock:
+            self._queued += self._size(save)
+        tensors, event = self._gather(save)
+        self._copying[save.req_id] = event
+        self._executor.submit(self._write, save, tensors, event)
+
+    def _gather(self, save: Save) -> tuple[dict[str, Tensor], "torch.cuda.Event | None"]:
+        """The file's tensors in host memory, complete once the event (None: now) has happened."""
+        cache = self._kv_cache
+        if (
+            cache.shape[1] != self._block_size
+        ):  # [blocks, layers, block, H] since 0.32, [blocks, block, layers, H] before
+            cache = cache.transpose(1, 2)
+        tokens = len(save.token_ids)
+        shapes = states.shapes(tokens, len(save.layer_ids), self._hidden_size, save.dtype)
+        on_gpu = cache.is_cuda
+        host = {name: torch.empty(shape, dtype=dtype, pin_memory=on_gpu) for name, (dtype, shape) in shapes.items()}
+        host["token_ids"] = torch.tensor(save.token_ids)
+        with self._on_copy_stream() if on_gpu else contextlib.nullcontext():
+            blocks = torch.tensor(save.block_ids).to(cache.device, non_blocking=True)
+            columns = [self._captured.index(layer) for layer in save.layer_ids]
+            step = max(1, GATHER_BYTES // cache[0].nbytes)
+            for first in range(0, len(save.block_ids), step):
+                rows = cache.index_select(0, blocks[first : first + step]).flatten(0, 1)
+                if len(columns) != rows.shape[1]:
+                    rows = rows[:, columns]
+                start = first * self._block_size
+                end = min(tokens, start + len(rows))
+                rows = rows[: end - start]
+                parts = states.compact(rows) if save.dtype == "fp8" else {"hidden_states": rows}
+                for name, part in parts.items():
+                    host[name][start:end].copy_(part, non_blocking=True)
+            event = None
+            if on_gpu:
+                event = torch.cuda.Event()
+                event.record()
+        return host, event
+
+    @contextlib.contextmanager
+    def _on_copy_stream(self):
+        stream = self._get_copy_stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the forward pass that filled the cache
+        with torch.cuda.stream(stream):
+            yield
+
+    def _write(self, save: Save, tensors: dict[str, Tensor], event: "torch.cuda.Event | None") -> None:
+        """In a writer thread: check, write beside the part, rename; or leave the reason."""
+        own = save.part.with_suffix(".writing")
+        try:
+            if event is not None:
+                event.synchronize()
+            states.check_tensors(tensors)
+            row_id = save.part.name.partition(".")[0]
+            facts = states.metadata(row_id, self._model, save.layer_ids, save.dtype)
+            save.part.parent.mkdir(exist_ok=True)
+            states.write(own, tensors, facts)
+            os.rename(own, save.part)
+        except RowError as error:
+            _report(save.part, {"reason": error.reason, "detail": error.detail})
+        except OSError as error:
+            own.unlink(missing_ok=True)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            _report(save.part, {"reason": "disk_full" if full else "failed", "detail": str(error)})
+        except Exception as error:
+            logger.exception("writing %s", save.part)
+            _report(save.part, {"reason": "failed", "detail": repr(error)})
+        finally:
+            with self._queued_lock:
+                self._queued -= self._size(save)
+
+
+def _announce(folder: Path) -> tuple[str, int]:
+    """A name in `folder` that is locked while this process lives, and the descriptor that holds the lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if not states.is_locked(old):
+            old.unlink(missing_ok=True)
+    name = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o666)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return name, fd
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_below(root: Path, folder: str) -> bool:
+    return (root / folder).resolve().is_relative_to(root)
+
+
+def _report(part: Path, reason: dict) -> None:
+    """Best effort: on a full disk an empty file may be all that fits, and the client has a time limit besides."""
+    logger.error("no hidden states at %s: %s", part, reason)
+    own = part.with_suffix(".writing")
+    with contextlib.suppress(OSError):
+        part.parent.mkdir(exist_ok=True)
+        own.write_text(json.dumps(reason))
+    with contextlib.suppress(OSError):
+        os.rename(own, part.with_suffix(".error"))
