@@ -1,0 +1,100 @@
+"""Every shipped config loads and plans; the night's figures are the night's; the units agree with the config."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from drafter import config, server
+from drafter.config import ROOT
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+UNITS = sorted((ROOT / "configs/systemd").glob("*.service"))
+PYTHON = "/opt/drafter/.venv/bin/python"  # of the box, in the units
+
+each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+each_unit = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+
+
+@pytest.fixture
+def kimi() -> config.Config:
+    return config.load(ROOT / "configs/kimi_k25.yaml")
+
+
+@each_config
+def test_every_shipped_config_loads_and_its_dump_is_the_same_config(path, tmp_path):
+    loaded = config.load(path)
+    (tmp_path / "resolved.yaml").write_text(loaded.dump())
+    assert config.load(tmp_path / "resolved.yaml") == loaded
+
+
+@each_config
+def test_every_shipped_config_dry_runs_on_a_machine_that_has_none_of_it(path, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "drafter.pipeline", str(path), "--dry-run", "--set", f"run.dir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert [stage["stage"] for stage in plan["stages"]] == list(config.STAGES)
+    assert all(stage["pending"] > 0 for stage in plan["stages"])
+    assert list(tmp_path.iterdir()) == [], "a dry run leaves nothing"
+
+
+def test_the_night_is_200_way_8192_tokens_and_four_layers(kimi):
+    assert (kimi.generate.concurrency, kimi.generate.max_tokens) == (200, 8192)
+    assert (kimi.generate.temperature, kimi.generate.top_p) == (1.0, 0.95)
+    assert kimi.target.layer_ids == (2, 30, 58, 61) and kimi.run_dir.is_relative_to("/data")
+    assert (kimi.target.prompt_suffix, kimi.target.think_end) == ((163606,), 163607)
+    assert {role.unit for role in (kimi.servers.generate, kimi.servers.extract)} == {unit.stem for unit in UNITS}
+
+
+def command_of(path) -> list[str]:
+    """A unit's ExecStart as systemd reads it: continuation lines joined by a space, quotes taken off."""
+    text = re.sub(r"\\\n", " ", path.read_text())
+    return shlex.split(re.search(r"^ExecStart=(.*)$", text, re.M).group(1))
+
+
+@each_unit
+def test_a_unit_serves_what_its_role_asks_for(path, kimi):
+    roles = {role: getattr(kimi.servers, role) for role in ("generate", "extract")}
+    role, own = next((role, own) for role, own in roles.items() if own.unit == path.stem)
+    line = command_of(path)
+    flags = dict(zip(line[3:], line[4:], strict=False))
+    assert line[:3] == [PYTHON, "-m", "vllm.entrypoints.openai.api_server"]
+    assert flags["--model"] == str(kimi.target.model) and flags["--served-model-name"] == kimi.target.served_name
+    assert own.url == f"http://{flags['--host']}:{flags['--port']}"
+    assert int(flags["--max-model-len"]) >= server.context_needed(kimi, role)
+    assert "--disable-custom-all-reduce" in line and "--trust-remote-code" in line
+    if role == "generate":
+        assert int(flags["--max-num-seqs"]) >= kimi.generate.concurrency
+        assert flags["--reasoning-parser"] == "kimi_k2"
+
+
+def test_the_extract_unit_captures_what_the_config_asks_for(kimi):
+    line = command_of(ROOT / "configs/systemd/vllm-kimi-k25-extract.service")
+    built = server.command(kimi, "extract")
+    for flag in ("--speculative-config", "--kv-transfer-config"):
+        unit, ours = (json.loads(each[each.index(flag) + 1]) for each in (line, built))
+        for settings in (unit, ours):
+            settings.get("kv_connector_extra_config", {}).pop("shared_storage_path", None)
+        assert unit == ours
+    extra = json.loads(line[line.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert kimi.run_dir.is_relative_to(extra["shared_storage_path"])
+
+
+@each_unit
+def test_systemd_accepts_the_unit(path, tmp_path):
+    analyze = shutil.which("systemd-analyze")
+    if not analyze:
+        pytest.skip("no systemd-analyze on this machine (Debian: apt install systemd)")
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text().replace(PYTHON, sys.executable))
+    done = subprocess.run([analyze, "verify", str(copy)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
