@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From prompts to a measured drafter.
 #
-#   ./run_pipeline.sh [CONFIG] [--from NN] [--only NN] [--limit N] [--set SECTION.KEY=VALUE] [--dry-run]
+#   ./run_pipeline.sh [CONFIG] [--from NN] [--only NN] [--limit N] [--set SECTION.KEY=VALUE] [--dry-run | --plan]
 #
 # In this order, each passed over when it has nothing left to do:
 #   01b  the role `generate` comes up; every prompt is answered; the role goes down

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from drafter import artifacts, config, default_model, gpu, process, server
+from drafter import artifacts, config, default_model, gpu, plan, process, server
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
 
 log = logging.getLogger("drafter")
@@ -193,6 +193,7 @@ class Pipeline:
     @contextlib.contextmanager
     def _machine_given_back(self) -> Iterator[None]:
         """Afterwards every server of ours is down, and every unit that was active before is active again."""
+        self._expect()
         self.state["production"] = sorted({*self._left_behind(), *self._active_units()})
         self._save()
         try:
@@ -205,6 +206,12 @@ class Pipeline:
             raise
         finally:
             self._give_back()
+
+    def _expect(self) -> None:
+        """What the plan says before the first row, for the report to compare with what happened."""
+        path = self.config.run_dir / "plan.json"
+        if not path.exists():
+            artifacts.write_json(path, plan.to_record(self.config))
 
     def _left_behind(self) -> list[str]:
         """Production units that a pipeline which was killed has not given back."""
@@ -232,6 +239,7 @@ class Pipeline:
                     server.systemctl(own, "start", "--no-block", own.unit)
                     production.discard(own.unit)
                     log.info("%s is starting again, as it was before", own.unit)
+        self._expect()
         self.state["production"] = sorted(production)
         self._save()
 
@@ -327,6 +335,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--only", metavar="NN", help="this stage alone")
     result.add_argument("--limit", type=int, metavar="N", help="at most N rows a stage")
     result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating")
+    result.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     result.add_argument("--dry-run", action="store_true", help="offline: what each stage would do, what is missing")
     return result
@@ -341,6 +350,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run_config = config.load(args.config or default_config(), args.overrides)
         pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, args.deadline)
+        if args.plan:
+            print(plan.show(run_config, deadline=args.deadline))
+            return 0
         if args.dry_run:
             plans = [pipeline.plan(step) for step in pipeline.steps]
             print(json.dumps({"run": run_config.run.name, "dry_run": True, "stages": plans}))

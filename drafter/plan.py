@@ -1,0 +1,309 @@
+"""Before the night: how long, how much disk, what it costs, and what fits.
+
+`run_pipeline.sh --plan` or `python -m drafter.plan --config FILE`. A rate is taken from earlier manifests of this
+machine, else from a profile in `configs/profiles`, and the plan says which. Every figure is low, typical, high.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from drafter import artifacts, config
+from drafter.errors import ConfigError, StageError
+from drafter.rates import (
+    Profile,
+    Range,
+    Rates,
+    default_profile,
+    exactly,
+    measured_or,
+    of_profile,
+    profile,
+    profiles,
+)
+
+GIB, TIB = 2**30, 2**40
+COUNTS = (5_000, 10_000, 25_000, 50_000)
+ROW_BYTES_PER_TOKEN = 11  # a 01b row: ids as JSON and the text once
+STATE_BYTES_PER_PARAMETER = 12  # fp32 master and two moments, of each kept checkpoint
+LINK_GBIT = 5
+
+
+@dataclass(frozen=True)
+class Estimate:
+    stage: str
+    seconds: Range
+    start_seconds: Range  # of servers, part of neither
+    tokens: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that follow from the config and the model alone."""
+
+    state_bytes_per_token: int
+    drafter_parameters: float
+
+
+def sizes(run_config: config.Config, fallback: Profile) -> Sizes:
+    """`fallback` stands in for a model folder that is not on this machine."""
+    try:
+        hidden = run_config.target.architecture.hidden_size
+    except ConfigError:
+        hidden = fallback.model["hidden_size"]
+    layers = len(run_config.target.layer_ids)
+    compact = (layers - 1) * (hidden + 4) + 2 * hidden
+    per_token = compact if run_config.extract.dtype == "fp8" else layers * hidden * 2
+    return Sizes(per_token, fallback.model["drafter_parameters"])
+
+
+def estimate(run_config: config.Config, known: Rates, size: Sizes, rows: int) -> list[Estimate]:
+    """Stage by stage for `rows` rows."""
+    train, acceptance = run_config.train, run_config.acceptance
+    written = known.tokens_per_row * rows
+    longest = run_config.target.max_seq_len
+    read = Range(*(rows * min(tokens, longest) for tokens in dataclasses.astuple(known.tokens_per_row)))
+    checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
+    launches = {
+        (drafter, cell.num_speculative_tokens if drafter != "none" else 0)
+        for drafter in acceptance.drafters
+        for cell in acceptance.cells
+    }
+    budget = acceptance.budget_minutes * 60
+    start, none = known.start_seconds, exactly(0)
+    return [
+        Estimate(
+            "01b_synthetic",
+            written.over(known.generate),
+            start,
+            written.typical,
+            written.typical * ROW_BYTES_PER_TOKEN,
+        ),
+        Estimate(
+            "02_hidden_states",
+            read.over(known.extract),
+            start,
+            read.typical,
+            read.typical * size.state_bytes_per_token,
+        ),
+        Estimate(
+            "04_train",
+            (read * train.epochs).over(known.train),
+            none,
+            read.typical * train.epochs,
+            (train.keep_checkpoints + 1) * checkpoint,
+        ),
+        Estimate("05_export", Range(30, 60, 300), none, 0, size.drafter_parameters * 2),
+        Estimate("06_acceptance", Range(budget / 4, budget / 2, budget), start * len(launches), 0, 0),
+    ]
+
+
+def whole(estimates: list[Estimate]) -> Range:
+    """Seconds of all stages, server starts included."""
+    return sum((each.seconds + each.start_seconds for each in estimates), exactly(0))
+
+
+def disk(estimates: list[Estimate]) -> float:
+    return sum(each.bytes for each in estimates)
+
+
+def rows_asked(run_config: config.Config) -> int | None:
+    """Rows of the configured sources: their counts, or the lines of local files. None when a source is open-ended."""
+    total = 0
+    for source in run_config.prompts:
+        lines = sum(1 for _ in artifacts.read_jsonl(source.path)) if source.path and source.path.exists() else None
+        if source.count is None and lines is None:
+            return None
+        total += min(source.count or lines, lines or source.count)
+    return total
+
+
+def disk_left(run_config: config.Config) -> float:
+    """Bytes the run may use: free space without the reserve."""
+    return max(0, artifacts.free_bytes(run_config.run_dir) - run_config.extract.reserve_gb * 1e9)
+
+
+def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds: float | None) -> str:
+    """The most rows that fit disk and time: in bf16 rather than fp8, a shorter max_seq_len as the last way."""
+    free = disk_left(run_config)
+    for length in (run_config.target.max_seq_len, run_config.target.max_seq_len // 2):
+        for rows in sorted({*COUNTS, 1_000, 500, rows_asked(run_config) or 0} - {0}, reverse=True):
+            for dtype in ("bf16", "fp8"):
+                target = run_config.target.model_copy(update={"max_seq_len": length})
+                extract = run_config.extract.model_copy(update={"dtype": dtype})
+                tried = run_config.model_copy(update={"target": target, "extract": extract})
+                parts = estimate(tried, known, sizes(tried, platform), rows)
+                if disk(parts) <= free and (seconds is None or whole(parts).typical <= seconds):
+                    return (
+                        f"{rows:,} rows, max_seq_len {length}, {dtype}: {duration(whole(parts))}, {size(disk(parts))}"
+                    )
+    return "nothing: not even 500 rows fit; free some disk (python -m drafter.artifacts du) or take a later deadline"
+
+
+# Words
+
+
+def size(count: float) -> str:
+    if count >= 0.1 * TIB:
+        return f"{count / TIB:.2f} TiB"
+    return f"{count / GIB:.2f} GiB"
+
+
+def duration(seconds: Range) -> str:
+    unit, name = (3600, "h") if seconds.typical >= 5400 else (60, "min")
+    low, typical, high = (getattr(seconds, part) / unit for part in ("low", "typical", "high"))
+    if f"{low:.1f}" == f"{high:.1f}":
+        return f"{typical:.1f} {name}"
+    return f"{typical:.1f} {name} ({low:.1f} to {high:.1f})"
+
+
+def dollars(seconds: Range, usd_per_hour: Range) -> str:
+    if not usd_per_hour.high:
+        return "electricity"
+    low, high = seconds.low / 3600 * usd_per_hour.low, seconds.high / 3600 * usd_per_hour.high
+    return f"{low:.0f} to {high:.0f} USD"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
+    return "\n".join(lines)
+
+
+def moving(byte_count: float, link_gbit: float = LINK_GBIT) -> Range:
+    """Seconds to move so many bytes over a link, of which one copy reaches an eighth to two thirds."""
+    line = byte_count * 8 / (link_gbit * 1e9)
+    return Range(line * 1.5, line * 3, line * 8)
+
+
+def page(run_config: config.Config, platform: Profile, deadline: datetime | None, now: datetime) -> str:
+    """The plan as text."""
+    known = measured_or(run_config, platform)
+    count = sizes(run_config, platform)
+    asked = rows_asked(run_config) or 10_000
+    parts = estimate(run_config, known, count, asked)
+    total = whole(parts)
+    body = [
+        [
+            part.stage,
+            duration(part.seconds),
+            duration(part.start_seconds) if part.start_seconds.high else "",
+            f"{part.tokens / 1e6:.2f} M" if part.tokens else "",
+            size(part.bytes) if part.bytes else "",
+        ]
+        for part in parts
+    ]
+    finish, latest = (now + timedelta(seconds=value) for value in (total.typical, total.high))
+    body.append(["whole run", duration(total), "included", "", size(disk(parts))])
+    lines = [
+        f"{run_config.run.name}: {asked:,} rows on {platform.title}",
+        "",
+        table(["stage", "work", "server starts", "tokens", "disk"], body),
+        "",
+        f"started now, done {finish:%a %H:%M}, at the latest {latest:%a %H:%M}",
+        "",
+    ]
+    lines += ["counted with:"]
+    for name, rate in (("generate", known.generate), ("extract", known.extract), ("train", known.train)):
+        lines.append(
+            f"  {name}: {rate.typical:,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}), {known.sources[name]}"
+        )
+    lines.append(f"  a row: {known.tokens_per_row.typical:,.0f} tokens, {known.sources['tokens_per_row']}")
+    lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({run_config.extract.dtype})")
+    lines += ["", *_fits(run_config, known, count, deadline, now), ""]
+    seconds = (deadline - now).total_seconds() if deadline else None
+    lines += [f"proposal: {proposal(run_config, known, platform, seconds)}", ""]
+    lines += _platforms(run_config, asked)
+    return "\n".join(lines)
+
+
+def _fits(run_config, known: Rates, count: Sizes, deadline: datetime | None, now: datetime) -> list[str]:
+    free = disk_left(run_config)
+    rows = []
+    for number in sorted({*COUNTS, rows_asked(run_config) or COUNTS[1]}):
+        parts = estimate(run_config, known, count, number)
+        total, needed = whole(parts), disk(parts)
+        verdict = ["fits" if needed <= free else f"lacks {size(needed - free)} of disk"]
+        if deadline:
+            late = (now + timedelta(seconds=total.typical) - deadline).total_seconds()
+            verdict.append("in time" if late <= 0 else f"{late / 3600:.1f} h late")
+        rows.append([f"{number:,}", duration(total), size(needed), ", ".join(verdict)])
+    return [table(["rows", "whole run", "disk", f"against {size(free)} free"], rows)]
+
+
+def _platforms(run_config: config.Config, asked: int) -> list[str]:
+    """Where else: time and money of 01b to 04 on every platform for this size of model, its server already up."""
+    here = profile(default_profile(run_config))
+    rows, states = [], 0.0
+    for other in map(profile, profiles()):
+        if other.model["hidden_size"] == here.model["hidden_size"]:
+            generate, extract, train = estimate(
+                run_config, of_profile(run_config, other), sizes(run_config, other), asked
+            )[:3]
+            made = generate.seconds + extract.start_seconds + extract.seconds + train.seconds
+            rows.append([other.title, duration(made), dollars(made, other.usd_per_hour)])
+            states = extract.bytes
+    hours, rented = moving(states) * (1 / 3600), profile("b300_x8").usd_per_hour
+    return [
+        table(["platform (01b, 02, 04)", "time", "cost"], rows),
+        f"moving {size(states)} of states over {LINK_GBIT} Gb/s: {hours.low:.1f} to {hours.high:.1f} h, "
+        f"{hours.low * rented.low:.0f} to {hours.high * rented.high:.0f} USD of idle GPUs: train where they are",
+    ]
+
+
+def parse_deadline(text: str | None, now: datetime) -> datetime | None:
+    """The next HH:MM. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        at = datetime.strptime(text, "%H:%M")
+    except ValueError:
+        raise ConfigError(f"--deadline {text}: write it as HH:MM") from None
+    when = now.replace(hour=at.hour, minute=at.minute, second=0, microsecond=0)
+    return when if when > now else when + timedelta(days=1)
+
+
+def show(run_config: config.Config, profile_name: str | None = None, deadline: str | None = None) -> str:
+    now = datetime.now()
+    return page(run_config, profile(profile_name or default_profile(run_config)), parse_deadline(deadline, now), now)
+
+
+def to_record(run_config: config.Config) -> dict:
+    """Seconds, starts included, and bytes by stage, for the report to compare with what happened."""
+    platform = profile(default_profile(run_config))
+    known = measured_or(run_config, platform)
+    parts = estimate(run_config, known, sizes(run_config, platform), rows_asked(run_config) or COUNTS[1])
+    return {
+        part.stage: {"seconds": dataclasses.asdict(part.seconds + part.start_seconds), "bytes": round(part.bytes)}
+        for part in parts
+    } | {"sources": known.sources}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m drafter.plan", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    parser.add_argument("--profile", metavar="NAME", help="a file of configs/profiles; default: this machine's")
+    parser.add_argument("--deadline", metavar="HH:MM")
+    parser.add_argument("--json", action="store_true", help="the estimate by stage, for programs")
+    args = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    try:
+        run_config = config.load(args.config, args.overrides)
+        print(json.dumps(to_record(run_config)) if args.json else show(run_config, args.profile, args.deadline))
+    except StageError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

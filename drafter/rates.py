@@ -1,0 +1,146 @@
+"""How fast this machine is: earlier manifests where there are any, else the figures of a platform's profile."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from drafter import config, gpu, stage
+from drafter.errors import ConfigError, StageError
+
+PROFILES = config.ROOT / "configs/profiles"
+LARGE_MODEL = 4096  # hidden size above which the box of the night is meant, not this machine
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    typical: float
+    high: float
+
+    def __add__(self, other: "Range") -> "Range":
+        return Range(self.low + other.low, self.typical + other.typical, self.high + other.high)
+
+    def __mul__(self, factor: float) -> "Range":
+        return Range(self.low * factor, self.typical * factor, self.high * factor)
+
+    def over(self, rate: "Range") -> "Range":
+        """Time for this much at that rate: low at the high rate."""
+        return Range(self.low / rate.high, self.typical / rate.typical, self.high / rate.low)
+
+
+def exactly(value: float) -> Range:
+    return Range(value, value, value)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A platform, from a file in `configs/profiles`. Rates are Ranges."""
+
+    title: str
+    model: dict
+    start_minutes: Range
+    generate_tokens_per_s: Range
+    extract_tokens_per_s: Range
+    train_tokens_per_s: Range
+    usd_per_hour: Range = Range(0, 0, 0)
+
+
+def profiles() -> list[str]:
+    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+@cache
+def profile(name: str) -> Profile:
+    """Raises ConfigError naming the profiles there are."""
+    folder = config.ROOT / "configs/profiles"
+    path = folder / f"{name}.yaml"
+    if not path.exists():
+        raise ConfigError(
+            f"no profile {name}: choose from {', '.join(sorted(p.stem for p in folder.glob('*.yaml')))}"
+        )
+    fields = yaml.safe_load(path.read_text())
+    return Profile(**{key: Range(*value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the plan counts with, and where each figure comes from."""
+
+    start_seconds: Range
+    generate: Range  # tokens a second
+    extract: Range
+    train: Range
+    tokens_per_row: Range
+    sources: dict[str, str]
+
+
+def of_profile(run_config: config.Config, platform: Profile) -> Rates:
+    """The platform's own figures; the length of a row is guessed from the config."""
+    half = run_config.generate.max_tokens / 2
+    return Rates(
+        start_seconds=platform.start_minutes * 60,
+        generate=platform.generate_tokens_per_s,
+        extract=platform.extract_tokens_per_s,
+        train=platform.train_tokens_per_s,
+        tokens_per_row=Range(0.7 * half, half, 1.3 * half),
+        sources=dict.fromkeys(("generate", "extract", "train"), f"profile {platform.title}")
+        | {"tokens_per_row": "half of generate.max_tokens"},
+    )
+
+
+def measured_or(run_config: config.Config, platform: Profile) -> Rates:
+    """Measured where an earlier run of the same target on this machine left a manifest, else the platform's."""
+    rates = of_profile(run_config, platform)
+    for name, (value, run) in _measured(run_config).items():
+        spread = Range(0.8 * value, value, 1.25 * value)
+        rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
+    return rates
+
+
+def _measured(run_config: config.Config) -> dict[str, tuple[float, str]]:
+    """Rates by name, each the newest manifest's, with the run it comes from."""
+    found: dict[str, tuple[float, str]] = {}
+    for name, stage_name, read in (
+        ("generate", "01b_synthetic", lambda facts, _: facts["generation"]["output_tokens_per_second"]),
+        ("tokens_per_row", "01b_synthetic", lambda facts, _: facts["rows"]["all"]["mean_tokens"]),
+        ("extract", "02_hidden_states", lambda facts, _: facts["tokens_per_second"]),
+        ("train", "04_train", lambda facts, seconds: facts["tokens_seen"] / seconds),
+    ):
+        for folder, manifest in _manifests(run_config, stage_name):
+            try:
+                value = read(manifest["facts"], manifest["seconds"])
+                if value > 0:
+                    found[name] = (value, folder.name)
+                    break
+            except (KeyError, TypeError, ZeroDivisionError):
+                continue
+    return found
+
+
+def _manifests(run_config: config.Config, stage_name: str) -> Iterable[tuple[Path, dict]]:
+    """Manifests of finished stages with this target, newest first."""
+    found = []
+    for path in run_config.run.dir.glob(f"*/{stage_name}/manifest.json"):
+        try:
+            manifest = stage.read_manifest(path.parent)
+            resolved = yaml.safe_load((path.parent / "config.yaml").read_text())
+        except (StageError, OSError, yaml.YAMLError):
+            continue
+        if manifest["status"] == "complete" and resolved["target"]["model"] == str(run_config.target.model):
+            found.append((path.stat().st_mtime, path.parent.parent, manifest))
+    return [(folder, manifest) for _, folder, manifest in sorted(found, key=lambda each: -each[0])]
+
+
+def default_profile(run_config: config.Config) -> str:
+    """The profile of this machine, or of the machine the config is made for."""
+    try:
+        hidden = run_config.target.architecture.hidden_size
+    except ConfigError:
+        hidden = LARGE_MODEL + 1  # not on this machine, so not this machine's
+    if hidden > LARGE_MODEL:
+        return "rtx_pro_6000_x8"
+    return "h200_x1" if gpu.memory_used() else "cpu_2cores"

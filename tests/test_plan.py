@@ -1,0 +1,127 @@
+"""The plan reproduces what the box measured, says where a rate comes from, and proposes what fits."""
+
+import json
+from datetime import datetime
+
+import pytest
+from conftest import CPU_CONFIG
+
+from drafter import config, plan, rates
+from drafter.errors import ConfigError
+
+BOX, RENTED = "rtx_pro_6000_x8", "b300_x8"
+HOUR = 3600
+
+
+@pytest.fixture
+def kimi(tmp_path) -> config.Config:
+    return config.load(config.ROOT / "configs/kimi_k25.yaml", [f"run.dir={tmp_path}"])
+
+
+def stages(kimi, name, rows=10_000, tokens=4096):
+    """Estimates of 01b, 02 and 04 with rows of known length, the generate role already up."""
+    platform = rates.profile(name)
+    known = rates.of_profile(kimi, platform)
+    known = plan.dataclasses.replace(known, tokens_per_row=rates.exactly(tokens))
+    return plan.estimate(kimi, known, plan.sizes(kimi, platform), rows)[:3]
+
+
+def test_ten_thousand_rows_on_the_box_are_what_the_team_measured(kimi):
+    generate, extract, train = stages(kimi, BOX)
+    assert generate.seconds.typical / HOUR == pytest.approx(5.4, rel=0.1)
+    assert extract.seconds.typical / HOUR == pytest.approx(3.8, rel=0.1)
+    assert train.seconds.typical / HOUR == pytest.approx(2.3, rel=0.1)
+    assert extract.start_seconds.typical == 22 * 60
+    whole = generate.seconds + extract.seconds + extract.start_seconds + train.seconds
+    assert whole.typical / HOUR == pytest.approx(12, rel=0.1)
+
+
+@pytest.mark.parametrize(("rows", "tib"), [(10_000, 2.14), (50_000, 10.7), (100_000, 21.4)])
+def test_states_take_the_known_space(kimi, rows, tib):
+    assert stages(kimi, BOX, rows)[1].bytes / plan.TIB == pytest.approx(tib, rel=0.01)
+
+
+def test_a_row_of_16384_tokens_is_just_under_a_gigabyte(kimi):
+    long = config.load(config.ROOT / "configs/kimi_k25.yaml", ["target.max_seq_len=16384"])
+    assert stages(long, BOX, 1, 16384)[1].bytes == pytest.approx(0.94e9, rel=0.01)
+
+
+def test_rented_gpus_take_two_to_three_hours_and_60_to_150_dollars(kimi):
+    generate, extract, train = stages(kimi, RENTED)
+    whole = generate.seconds + extract.seconds + extract.start_seconds + train.seconds
+    assert 2 * 0.9 <= whole.low / HOUR <= whole.typical / HOUR <= 3 * 1.1
+    low, _, high, _ = plan.dollars(whole, rates.profile(RENTED).usd_per_hour).split()
+    assert 60 * 0.9 <= int(low) < int(high) <= 150 * 1.1
+
+
+def test_moving_two_terabytes_costs_more_in_idle_gpus_than_the_whole_training(kimi):
+    seconds, price = plan.moving(2e12), rates.profile(RENTED).usd_per_hour
+    assert seconds.low / HOUR * price.low == pytest.approx(42, rel=0.1)
+    assert seconds.high / HOUR * price.high == pytest.approx(350, rel=0.1)
+
+
+def test_fp8_states_take_less_than_two_thirds_and_the_teacher_stays_bf16(kimi):
+    compact = config.load(config.ROOT / "configs/kimi_k25.yaml", ["extract.dtype=fp8"])
+    platform = rates.profile(BOX)
+    assert plan.sizes(kimi, platform).state_bytes_per_token == 57_344
+    assert plan.sizes(compact, platform).state_bytes_per_token == 3 * (7168 + 4) + 2 * 7168
+
+
+def test_measured_rates_of_this_machine_win_and_the_plan_names_the_run(tmp_path, model):
+    run_config = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "run.name=next"])
+    folder = tmp_path / "earlier/01b_synthetic"
+    folder.mkdir(parents=True)
+    facts = {"generation": {"output_tokens_per_second": 123.0}, "rows": {"all": {"mean_tokens": 77.0}}}
+    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "seconds": 9, "facts": facts}))
+    (folder / "config.yaml").write_text(run_config.dump())
+    known = rates.measured_or(run_config, rates.profile("cpu_2cores"))
+    assert (known.generate.typical, known.tokens_per_row.typical) == (123.0, 77.0)
+    text = plan.show(run_config)
+    assert "123 tok/s (98 to 154), measured in run earlier" in text
+    assert "profile 2 CPU cores" in text, "what nobody measured is the profile's, and says so"
+
+    other = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "target.model=models/other"])
+    assert rates.measured_or(other, rates.profile("cpu_2cores")).generate.typical != 123.0
+
+
+def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monkeypatch):
+    monkeypatch.setattr(plan.artifacts, "free_bytes", lambda _: 3e12)
+    now = datetime(2026, 11, 29, 19, 0)
+    text = plan.page(kimi, rates.profile(BOX), plan.parse_deadline("09:30", now), now)
+    for count in ("5,000", "10,000", "25,000", "50,000"):
+        assert f"\n{count} " in text
+    assert "10,000 rows on 8x RTX PRO 6000" in text and "done Mon 09:" in text
+    assert "2.14 TiB" in text and "lacks" in text and "h late" in text
+    assert "proposal: 10,000 rows, max_seq_len 8192, bf16" in text
+    assert "8x B300" in text and "USD" in text
+
+
+def test_a_small_disk_asks_for_fp8_and_a_smaller_one_for_fewer_rows(kimi, monkeypatch):
+    platform = rates.profile(BOX)
+    known = rates.of_profile(kimi, platform)
+    for terabytes, proposed in (
+        (2.0, "10,000 rows, max_seq_len 8192, fp8"),
+        (0.9, "5,000 rows, max_seq_len 8192, fp8"),
+    ):
+        monkeypatch.setattr(plan.artifacts, "free_bytes", lambda _, free=terabytes: free * 1e12)
+        assert plan.proposal(kimi, known, platform, 24 * HOUR).startswith(proposed)
+    monkeypatch.setattr(plan.artifacts, "free_bytes", lambda _: 0)
+    assert plan.proposal(kimi, known, platform, None).startswith("nothing")
+
+
+def test_a_deadline_is_the_next_such_hour(kimi):
+    evening = datetime(2026, 11, 29, 19, 0)
+    assert plan.parse_deadline("07:00", evening) == datetime(2026, 11, 30, 7, 0)
+    assert plan.parse_deadline("23:00", evening) == datetime(2026, 11, 29, 23, 0)
+    with pytest.raises(ConfigError, match="HH:MM"):
+        plan.parse_deadline("7 am", evening)
+
+
+def test_every_profile_reads_and_an_unknown_one_names_the_others():
+    for name in rates.profiles():
+        known = rates.profile(name)
+        assert (
+            known.generate_tokens_per_s.low <= known.generate_tokens_per_s.typical <= known.generate_tokens_per_s.high
+        )
+    with pytest.raises(ConfigError, match="choose from b300_x8"):
+        rates.profile("laptop")
