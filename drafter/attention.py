@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafter.fuse import fused, rows
+
 
 @dataclass(slots=True)
 class Documents:
@@ -39,7 +41,8 @@ class _Merged(torch.autograd.Function):
         kernel = _flash if q.is_cuda and q.dtype != torch.float32 else _plain
         out, lse, extra = kernel.forward(q, k0, v0, documents, scale)
         if flat:
-            out, lse = _merge(out, lse, q, flat, scale)
+            merge = fused(_merge, q.device)
+            out, lse = merge(rows(out), rows(lse, 1), rows(q), [rows(t) for t in flat], scale)
         ctx.save_for_backward(q, k0, v0, out, lse, *flat)
         ctx.kernel, ctx.documents, ctx.scale, ctx.extra = kernel, documents, scale, extra
         return out
@@ -51,7 +54,9 @@ class _Merged(torch.autograd.Function):
         dq, dk0, dv0 = ctx.kernel.backward(grad, q, k0, v0, out, lse, ctx.documents, ctx.scale, ctx.extra)
         if not flat:
             return None, dq, dk0, dv0
-        dq, dflat = _diagonal_gradients(grad, q, out, lse, flat, ctx.scale, dq)
+        gradients = fused(_diagonal_gradients, q.device)
+        diagonals = [rows(t) for t in flat]
+        dq, dflat = gradients(rows(grad), rows(q), rows(out), rows(lse, 1), diagonals, ctx.scale, rows(dq))
         return None, dq, dk0, dv0, *dflat
 
 

@@ -8,24 +8,22 @@ guesses token p + 2 + k. Everything that only anchors need (queries, feed-forwar
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from torch import Tensor
 from transformers import LlamaConfig
 
+from drafter import native
 from drafter.attention import Documents, attend
 from drafter.config import Target
 from drafter.errors import ConfigError, ContractError
+from drafter.fuse import constant, fused, rows
 from drafter.losses import linear_kl
 from drafter.verifier import Verifier
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 REASONING, ANSWER = 0, 1
 UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "sliding_window")
 
@@ -176,16 +174,16 @@ class Drafter(Eagle3DraftModel):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _compiled(_rms_norm, x.device.type)(x, weight, eps)
+    return fused(_rms_norm, x.device)(rows(x), weight, constant(eps, x.device))
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _compiled(_swiglu, gate.device.type)(gate, up)
+    return fused(_swiglu, gate.device)(rows(gate), rows(up))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of `x` [N, heads, d] with `cos`, `sin` [N, d]."""
-    return _compiled(_rotate, x.device.type)(x, cos, sin)
+    return fused(_rotate, x.device)(rows(x), rows(cos), rows(sin))
 
 
 def _rms_norm(x, weight, eps):
@@ -200,12 +198,6 @@ def _swiglu(gate, up):
 def _rotate(x, cos, sin):
     a, b = x.chunk(2, -1)
     return x * cos.unsqueeze(1) + torch.cat((-b, a), -1) * sin.unsqueeze(1)
-
-
-@cache
-def _compiled(function, device: str):
-    """Pointwise chains are memory-bound: one fused kernel each on a GPU. A CPU gains less than compiling costs."""
-    return torch.compile(function, dynamic=True) if device == "cuda" else function
 
 
 # Building one
@@ -224,7 +216,7 @@ def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier
     state = {_to_speculators(name): tensor for name, tensor in weights.items()}
     state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
     kept = slice(None) if drafter.t2d is None else weights["t2d"]
-    state.setdefault("embed_tokens.weight", verifier.embed)
+    state.setdefault(native.EMBEDDING, verifier.embed)
     state |= {"verifier_lm_head.weight": verifier.head[kept], "verifier_norm.weight": verifier.norm}
     try:
         drafter.load_state_dict(state, strict=True, assign=True)
@@ -234,23 +226,12 @@ def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier
 
 
 def check_form(config: dict[str, Any], target: Target) -> None:
-    """Raises ConfigError on a drafter that this forward pass cannot train or this target cannot feed."""
-    asked = {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_size": target.architecture.hidden_size,
-        "vocab_size": target.architecture.vocab_size,
-    }
-    for key, value in asked.items():
-        if config.get(key) != value:
-            raise ConfigError(f"train.warm_start: its {key} is {config.get(key)!r}, must be {value!r}")
+    """Raises ContractError on a drafter for another target, ConfigError on one that this forward pass has not."""
+    native.check_config(config, target)
     nested = config.get("eagle_config") or {}
     for key in UNSUPPORTED:
         if config.get(key) or nested.get(key):
             raise ConfigError(f"train.warm_start: a drafter with {key} cannot be trained here")
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    if ids and len(ids) != len(target.aux_layer_ids):
-        raise ConfigError(f"train.warm_start reads layers {ids}, target.layer_ids has {list(target.aux_layer_ids)}")
 
 
 def trainable(drafter: Drafter, groups: Iterable[str]) -> dict[str, torch.nn.Parameter]:
@@ -278,7 +259,7 @@ def native_weights(drafter: Drafter, keep_embedding: bool) -> dict[str, Tensor]:
     """The drafter's own tensors under native names, as they are (sharded ones stay sharded)."""
     own = {_to_native(name): t for name, t in drafter.state_dict().items() if not name.startswith("verifier_")}
     if not keep_embedding:
-        del own["embed_tokens.weight"]
+        del own[native.EMBEDDING]
     return own
 
 
@@ -312,37 +293,11 @@ def _speculators_config(config: dict[str, Any]) -> Eagle3SpeculatorConfig:
     return Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-        eagle_aux_hidden_state_layer_ids=_layer_ids(config),
+        eagle_aux_hidden_state_layer_ids=native.layer_ids(config),
     )
 
 
-def _layer_ids(config: dict[str, Any]) -> list[int]:
-    nested = config.get("eagle_config") or {}
-    return (
-        config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or [0, 1, 2]
-    )
-
-
-# Where its first weights come from
-
-
-def read_native(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and config of a published drafter's folder. Raises ConfigError when there is none."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"train.warm_start: no drafter at {folder} (no config.json there)") from None
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(f"train.warm_start: no drafter at {folder} (no .safetensors file there)")
-    weights = {}
-    for path in paths:
-        try:
-            with safe_open(path, "pt") as file:
-                weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ContractError(f"{path} is broken: {error}") from None
-    return weights, config
+# Made from nothing
 
 
 def scratch_config(target: Target, draft_vocab_size: int | None, intermediate_size: int | None) -> dict[str, Any]:
@@ -353,7 +308,7 @@ def scratch_config(target: Target, draft_vocab_size: int | None, intermediate_si
     ids = list(target.aux_layer_ids)
     rope = inner.get("rope_parameters") or {"rope_theta": inner.get("rope_theta", 10000.0), "rope_type": "default"}
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [native.ARCHITECTURE],
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": intermediate_size or inner["intermediate_size"],

@@ -5,10 +5,10 @@ over positions, its gradient is known as soon as a chunk of logits is: it goes s
 logits are dropped.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
+
+from drafter.fuse import fused, rows
 
 CHUNK_BYTES = 1 << 30  # of one chunk's logits, as fp32
 
@@ -22,6 +22,8 @@ def linear_kl(
     [N, H] the target's, after its norm; `head`, `teacher_head` [D, H]; `weight` [K, N] what each loss counts.
     Returns the weighted sum (differentiable in `hidden` and `head`), the losses [K, N], and the drafted ids [K, N].
     """
+    if not torch.is_grad_enabled():
+        head = head.detach()  # a parameter would ask for a gradient even here
     return _LinearKL.apply(hidden, head, teacher, teacher_head, weight)
 
 
@@ -35,12 +37,15 @@ class _LinearKL(torch.autograd.Function):
         drafted = torch.empty(steps, positions, dtype=torch.long, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if wants_head else None
-        kernel = _kernel(hidden.device.type)
+        kernel = fused(_kl, hidden.device)
         for start in range(0, positions, chunk):
             part = slice(start, start + chunk)
             states = hidden[:, part]
             logits = states @ head.T
-            losses[:, part], drafted[:, part], grad = kernel(logits, teacher[part] @ teacher_head.T, weight[:, part])
+            teacher_logits = teacher[part] @ teacher_head.T
+            losses[:, part], drafted[:, part], grad = kernel(
+                rows(logits, 1), rows(teacher_logits), rows(weight[:, part], 1)
+            )
             if wants_hidden:
                 grad_hidden[:, part] = grad @ head
             if wants_head:
@@ -68,8 +73,3 @@ def _kl(logits: Tensor, teacher_logits: Tensor, weight: Tensor) -> tuple[Tensor,
     loss = (p * (log_p - log_q)).sum(-1)
     grad = ((log_q.exp() - p) * weight.unsqueeze(-1)).to(logits.dtype)
     return loss, logits.argmax(-1), grad
-
-
-@cache
-def _kernel(device: str):
-    return torch.compile(_kl, dynamic=True) if device == "cuda" else _kl

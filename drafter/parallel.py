@@ -78,11 +78,15 @@ def wrap(
     """
     if own.world == 1:
         return model
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if kind == "ddp":
-        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        # Every rank has read the same frozen weights and vocabulary map; there is nothing to send.
+        still = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        still += [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, still)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
-    return fully_shard(model, mp_policy=policy, ignored_params=frozen, reshard_after_forward=reshard)
+    return fully_shard(model, mp_policy=policy, ignored_params=set(frozen), reshard_after_forward=reshard)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from drafter import artifacts, checkpoint, data, draft, parallel
+from drafter import artifacts, checkpoint, data, draft, native, parallel
 from drafter.config import Config
 from drafter.contracts import Counts
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
@@ -185,14 +185,13 @@ class Training:
         verifier = read_verifier(config.target.model)
         done = checkpoint.complete_steps(self.stage.folder)
         if done:
-            weights, native = checkpoint.read_draft(done[-1])
+            weights, self.settings = checkpoint.read_draft(done[-1])
             self._resume(checkpoint.read_state(done[-1]))
         else:
-            weights, native = first_draft(config, verifier, self.dataset)
-        self.native = native
-        self.keeps_embedding = "embed_tokens.weight" in weights
+            weights, self.settings = first_draft(config, verifier, self.dataset)
+        self.keeps_embedding = native.EMBEDDING in weights
         self.compute = torch.bfloat16 if train.precision == "bf16" else torch.float32
-        self.model = draft.build(weights, native, verifier, config.target)
+        self.model = draft.build(weights, self.settings, verifier, config.target)
         self.model.prepare(verifier, self.compute, train.ttt_steps)
         self.model.to(self.ranks.device)
         draft.trainable(self.model, train.trainable)
@@ -252,7 +251,7 @@ class Training:
         """The warm start's own values, which L2-SP pulls towards."""
         if self.config.train.warm_start is None:
             raise ConfigError("train.l2_sp pulls towards a warm start: set train.warm_start, or l2_sp to 0")
-        weights, _ = draft.read_native(self.config.train.warm_start)
+        weights, _ = native.read(self.config.train.warm_start)
         return [parallel.local(parallel.like(weights[n].float(), p)).clone() for n, p in self.parameters.items()]
 
     def _say_facts(self) -> None:
@@ -402,7 +401,7 @@ class Training:
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
         def write() -> None:
-            checkpoint.save(path, weights, self.native, moments, state)
+            checkpoint.save(path, weights, self.settings, moments, state)
             checkpoint.prune(self.stage.folder, self.config.train.keep_checkpoints)
 
         try:
@@ -427,19 +426,19 @@ class Training:
         say("best step: %s, expected acceptance length %.3f", best.name, self.stage.facts["expected_acceptance"])
 
 
-def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[native.Tensors, dict[str, Any]]:
     """Weights and native config before the first step: the warm start's, with its own vocabulary, or from scratch."""
     train, vocab_size = config.train, config.target.architecture.vocab_size
     if train.warm_start is None:
-        native = draft.scratch_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)
+        settings = draft.scratch_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)
         vocabulary = None
-        if native["draft_vocab_size"] != vocab_size:
+        if settings["draft_vocab_size"] != vocab_size:
             counts = data.token_counts(dataset.train, dataset.folder, vocab_size)
-            vocabulary = draft.draft_vocabulary(counts, native["draft_vocab_size"])
-        return draft.scratch_weights(native, verifier, vocabulary, config.run.seed), native
-    weights, native = draft.read_native(train.warm_start)
+            vocabulary = draft.draft_vocabulary(counts, settings["draft_vocab_size"])
+        return draft.scratch_weights(settings, verifier, vocabulary, config.run.seed), settings
+    weights, settings = native.check_folder(train.warm_start, config.target), native.read_config(train.warm_start)
     for key in ("draft_vocab_size", "draft_intermediate_size"):
-        asked, has = getattr(train, key), native.get(key.replace("draft_inter", "inter"))
+        asked, has = getattr(train, key), settings.get(key.replace("draft_inter", "inter"))
         if asked is not None and asked != has:
-            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}; leave it out")
-    return weights, native
+            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}: leave it out")
+    return weights, settings

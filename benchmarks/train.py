@@ -1,0 +1,623 @@
+"""Speed and memory of the training step and of the whole stage, beside speculators' own step.
+
+    python benchmarks/train.py                       every part, under 8 minutes on one H200
+    python benchmarks/train.py --parts step,profile  some of them
+    python benchmarks/train.py --tiny                the same code on a small shape, on a CPU too
+
+Every part is a process of its own with a time limit, so that one that fails or hangs costs only itself. Figures are
+printed as `METRIC name value` as soon as they are known.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+PEAK = 790e12  # dense bf16 matrix FLOP/s measured on an H200
+PARTS = {"step": 210, "long": 60, "files": 90, "profile": 60, "stage": 100}  # name -> seconds at most
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    draft_vocab: int
+    pack: int
+    row: int
+    supervised: float = 0.85
+    steps: int = 3
+
+
+KIMI = Shape(7168, 18432, 64, 64, 128, 163840, 32000, pack=8192, row=2048)
+TINY = Shape(64, 128, 4, 2, 16, 512, 256, pack=256, row=64)
+
+
+def metric(name: str, value: float | str) -> None:
+    text = f"{value:.6g}" if isinstance(value, float) else value
+    print(f"METRIC {name} {text}", flush=True)
+
+
+# FLOPs that the algorithm needs
+
+
+def needed_flops(shape: Shape, slots: int, anchors: int, train_head: bool) -> float:
+    """Matrix FLOPs of one step, attention scores left out.
+
+    2 a weight and row forward, 2 for the weight's gradient, 2 for the input's. `fc` needs no input gradient, a frozen
+    head no weight gradient, the teacher's head only the forward pass. Keys and values of step 0 are needed at every
+    slot, everything else at anchors; a token's half of q, k and v is needed once, whatever the number of steps.
+    """
+    s, hidden = shape, shape.hidden
+    q, kv = s.heads * s.head_dim * hidden, 2 * s.kv_heads * s.head_dim * hidden
+    per_anchor = s.heads * s.head_dim * hidden + 3 * s.intermediate * hidden
+    head = s.draft_vocab * hidden
+    return (
+        4 * 3 * hidden * hidden * slots
+        + 6 * (q * anchors + kv * slots)  # token halves
+        + 6 * (q * anchors + kv * slots)  # state halves, step 0
+        + 6 * (q + kv) * anchors * (s.steps - 1)
+        + 6 * per_anchor * anchors * s.steps
+        + ((6 if train_head else 4) * s.steps + 2) * head * anchors
+    )
+
+
+def library_flops(shape: Shape, slots: int) -> float:
+    """The same for every slot in every step, which is what speculators computes: 18.36 GFLOP a token for Kimi."""
+    s, hidden = shape, shape.hidden
+    layer = 2 * hidden * (s.heads + 2 * s.kv_heads) * s.head_dim + s.heads * s.head_dim * hidden
+    layer += 3 * s.intermediate * hidden
+    head = s.draft_vocab * hidden
+    return (4 * 3 * hidden * hidden + s.steps * (6 * layer + 4 * head) + 2 * head) * slots
+
+
+# Models and data on random numbers
+
+
+def native_config(shape: Shape) -> dict:
+    ids = [2, 30, 58]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate, "num_hidden_layers": 1, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab,
+        "draft_vocab_size": shape.draft_vocab, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": None,
+        "max_position_embeddings": 131072, "eagle_aux_hidden_state_layer_ids": ids,
+    }  # fmt: skip
+
+
+def make_target(shape: Shape, folder: Path):
+    """Config section and tensors of a target with random embedding, norm and head."""
+    import torch
+
+    from drafter.config import Target
+    from drafter.verifier import Verifier
+
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"], "num_hidden_layers": 61, "hidden_size": shape.hidden,
+        "vocab_size": shape.vocab, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    target = Target(model=folder, served_name="random", layer_ids=(2, 30, 58, 61), max_seq_len=shape.pack)
+    dtype = torch.bfloat16
+    verifier = Verifier(
+        embed=torch.randn(shape.vocab, shape.hidden, device=device(), dtype=dtype) * 0.02,
+        norm=torch.ones(shape.hidden, device=device(), dtype=dtype),
+        head=torch.randn(shape.vocab, shape.hidden, device=device(), dtype=dtype) * 0.02,
+        eps=1e-5,
+    )
+    return target, verifier
+
+
+def device():
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gb() -> float:
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def random_weights(shape: Shape) -> dict:
+    import torch
+
+    from drafter import native
+
+    draw = {}
+    for name, (size, dtype) in native.layout_of(native_config(shape)).items():
+        if not dtype.is_floating_point:
+            continue
+        ones = name.endswith("norm.weight")
+        draw[name] = torch.ones(size, device=device()) if ones else torch.randn(size, device=device()) * 0.02
+    stride = shape.vocab // shape.draft_vocab
+    kept = torch.arange(shape.draft_vocab, device=device()) * stride
+    marked = torch.zeros(shape.vocab, dtype=torch.bool, device=device())
+    marked[kept] = True
+    return draw | {"d2t": kept - torch.arange(shape.draft_vocab, device=device()), "t2d": marked}
+
+
+def host_pack(shape: Shape, pack: int):
+    """A pack of random states in (pinned) host memory."""
+    import torch
+
+    from drafter import data
+    from drafter.attention import Documents
+    from drafter.draft import Pack
+
+    pin = torch.cuda.is_available()
+    rows = pack // shape.row
+    prompt = int(shape.row * (1 - shape.supervised))
+    depth = torch.from_numpy(data.depths([[prompt + 1, shape.row + 1]], shape.row, shape.steps))
+    queries = shape.row - prompt
+    anchors = torch.cat([torch.arange(prompt, shape.row) + shape.row * i for i in range(rows)])
+    made = Pack(
+        states=torch.randn(pack, 4, shape.hidden).bfloat16(),
+        aux=None,
+        aux_scale=None,
+        input_ids=torch.randint(shape.vocab, (pack,)),
+        positions=torch.arange(shape.row).repeat(rows),
+        anchors=anchors,
+        labels=torch.randint(shape.vocab, (len(anchors),)),
+        depth=depth[prompt:].repeat(rows),
+        region=torch.ones(len(anchors), dtype=torch.long),
+        documents=Documents(
+            torch.arange(rows + 1, dtype=torch.int32) * queries,
+            torch.arange(rows + 1, dtype=torch.int32) * shape.row,
+            queries,
+            shape.row,
+        ),
+    )
+    return made.map(lambda t: t.pin_memory()) if pin else made
+
+
+class Ours:
+    """The project's step: copy of the next pack on its own stream, forward, backward, clipping, AdamW."""
+
+    name = "ours"
+
+    def __init__(self, shape: Shape, pack: int, folder: Path, train_head: bool = False):
+        import torch
+
+        from drafter import draft
+
+        target, verifier = make_target(shape, folder)
+        self.model = draft.build(random_weights(shape), native_config(shape), verifier, target)
+        compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        self.model.prepare(verifier, compute, shape.steps)
+        groups = ("layer", "fc", "norms", *(["lm_head"] if train_head else []))
+        self.parameters = list(draft.trainable(self.model, groups).values())
+        self.model.to(device())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
+        self.host = host_pack(shape, pack)
+        self.scale = torch.full((shape.steps,), 1.0 / len(self.host.anchors), device=device())
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.next = self._copy()
+
+    def _copy(self):
+        import torch
+
+        if self.stream is None:
+            return self.host.map(lambda t: t.clone()), None
+        with torch.cuda.stream(self.stream):
+            moved = self.host.map(lambda t: t.to(device(), non_blocking=True))
+            return moved, self.stream.record_event()
+
+    def step(self, mark: Callable[[str], None] = lambda name: None) -> float:
+        import torch
+
+        mark("copy")
+        pack, copied = self.next
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+            for tensor in pack.tensors().values():
+                tensor.record_stream(torch.cuda.current_stream())
+        self.next = self._copy()
+        mark("forward")
+        loss, stats = self.model(pack, self.scale)
+        mark("backward")
+        loss.backward()
+        mark("optimizer")
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        *_, norm = torch.cat([stats.flatten(), norm.reshape(1)]).tolist()  # the one transfer a step
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark("end")
+        return loss.item()
+
+
+class Library:
+    """speculators' step as its Trainer makes it: autocast, its fused loss, compiled forward, AdamW."""
+
+    name = "speculators"
+
+    def __init__(self, shape: Shape, pack: int, folder: Path):
+        import torch
+        from speculators.losses import resolve_loss_config
+        from speculators.models.eagle3 import Eagle3DraftModel
+
+        from drafter import draft
+
+        cuda = torch.cuda.is_available()
+        if cuda and hasattr(torch, "compile"):
+            from speculators.losses import fused
+
+            # torch 2.11 cannot compile two kernels that share one list of configurations.
+            fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
+        target, verifier = make_target(shape, folder)
+        built = draft.build(random_weights(shape), native_config(shape), verifier, target)
+        config = built.config
+        config.transformer_layer_config._attn_implementation = "simple_flex_attention" if cuda else "sdpa"
+        with torch.device("meta"):
+            self.model = Eagle3DraftModel(config)
+        self.model.rotary_emb = built.rotary_emb
+        state = {name: t.float() if t.is_floating_point() else t for name, t in built.state_dict().items()}
+        self.model.load_state_dict(state, strict=True, assign=True)
+        del built, state
+        self.model.to(device())
+        for name in ("embed_tokens", "verifier_lm_head", "verifier_norm", "lm_head"):
+            getattr(self.model, name).requires_grad_(False)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.model.named_parameters(), lr=1e-5, weight_decay=0.01)
+        self.loss = resolve_loss_config("kl_div", "fused" if cuda else "eager")
+        self.steps = shape.steps
+        host = host_pack(shape, pack)
+        mask = torch.zeros(pack, dtype=torch.bool)
+        mask[host.anchors] = True
+        documents = torch.arange(pack // shape.row).repeat_interleave(shape.row)
+        pin = (lambda t: t.pin_memory()) if cuda else (lambda t: t)
+        self.host = {
+            "hidden_states": pin(host.states[:, :-1].flatten(1)[None].contiguous()),
+            "verifier_last_hidden_states": pin(host.states[:, -1][None].contiguous()),
+            "input_ids": pin(host.input_ids[None]),
+            "document_ids": pin(documents[None]),
+            "loss_mask": pin(mask[None]),
+            "position_ids": pin(host.positions[None] + 1),
+        }
+
+    def step(self, mark: Callable[[str], None] = lambda name: None) -> float:
+        import torch
+
+        mark("copy")
+        batch = {name: t.to(device(), non_blocking=True) for name, t in self.host.items()}
+        mark("forward")
+        with torch.autocast(device().type, dtype=torch.bfloat16):
+            _, loss, _ = self.model(**batch, ttt_steps=self.steps, loss_config=self.loss)
+        mark("backward")
+        self.optimizer.zero_grad()
+        loss.backward()
+        mark("optimizer")
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        mark("end")
+        return loss.item()
+
+
+class Clock:
+    """Milliseconds between marks, on the GPU's clock where there is one."""
+
+    def __init__(self):
+        self.marks: list[tuple[str, object]] = []
+
+    def __call__(self, name: str) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def spans(self) -> dict[str, float]:
+        synchronize()
+        result: dict[str, float] = {}
+        for (name, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            length = start.elapsed_time(end) if hasattr(start, "elapsed_time") else 1000 * (end - start)
+            if name != "end":
+                result[name] = result.get(name, 0.0) + length
+        return result
+
+
+def timed(runner, steps: int, warmup: int) -> tuple[float, dict[str, float]]:
+    """Seconds of one step, and milliseconds of its parts."""
+    started = time.perf_counter()
+    runner.step()
+    synchronize()
+    metric(f"{runner.name}_first_step_s", time.perf_counter() - started)
+    for _ in range(warmup):
+        runner.step()
+    synchronize()
+    clock = Clock()
+    started = time.perf_counter()
+    for _ in range(steps):
+        runner.step(clock)
+    synchronize()
+    seconds = (time.perf_counter() - started) / steps
+    return seconds, {name: total / steps for name, total in clock.spans().items()}
+
+
+@contextlib.contextmanager
+def scratch():
+    folder = Path(tempfile.mkdtemp(prefix="train-bench-", dir=os.environ.get("BENCH_DIR")))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def report(prefix: str, shape: Shape, runner, pack: int, seconds: float, spans: dict[str, float]) -> None:
+    anchors = int(pack // shape.row * (shape.row - int(shape.row * (1 - shape.supervised))))
+    flops = library_flops(shape, pack) if runner.name == "speculators" else needed_flops(shape, pack, anchors, False)
+    metric(f"{prefix}_tokens_per_s", pack / seconds)
+    metric(f"{prefix}_ms", 1000 * seconds)
+    for name, value in spans.items():
+        metric(f"{prefix}_{name}_ms", value)
+    metric(f"{prefix}_peak_gib", peak_gb())
+    metric(f"{prefix}_gflop_per_token", flops / pack / 1e9)
+    metric(f"{prefix}_matrix_share", flops / seconds / PEAK)
+
+
+# Parts
+
+
+def part_step(shape: Shape, arguments) -> None:
+    """Both steps in turns, the heads frozen in both: A B A B."""
+    speeds: dict[str, list[float]] = {"speculators": [], "ours": []}
+    for turn, maker in enumerate([Library, Ours, Library, Ours]):
+        with scratch() as folder:
+            free()
+            runner = maker(shape, shape.pack, folder)
+            seconds, spans = timed(runner, steps=arguments.steps, warmup=3)
+            report(f"step_{runner.name}_{turn // 2}", shape, runner, shape.pack, seconds, spans)
+            speeds[runner.name].append(seconds)
+            del runner
+    metric("step_ratio", sum(speeds["speculators"]) / sum(speeds["ours"]))
+
+
+def part_long(shape: Shape, arguments) -> None:
+    """A pack twice as long, of rows twice as long."""
+    longer = Shape(**{**shape.__dict__, "row": 2 * shape.row})
+    with scratch() as folder:
+        runner = Ours(longer, 2 * shape.pack, folder)
+        seconds, spans = timed(runner, steps=max(2, arguments.steps // 2), warmup=2)
+        report("long", longer, runner, 2 * shape.pack, seconds, spans)
+
+
+def part_profile(shape: Shape, arguments) -> None:
+    """Where our step spends the GPU's time, kernel by kernel."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with scratch() as folder:
+        runner = Ours(shape, shape.pack, folder)
+        for _ in range(4):
+            runner.step()
+        synchronize()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        steps = 3
+        with profile(activities=activities) as trace:
+            for _ in range(steps):
+                runner.step()
+            synchronize()
+    on_gpu = torch.cuda.is_available()
+    rows = []
+    for event in trace.key_averages():
+        total = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if total and (not on_gpu or "cuda" in str(event.device_type).lower()):
+            rows.append((total / steps / 1000, event.count // steps, event.key))
+    whole = sum(ms for ms, _, _ in rows)
+    for kind, words in KERNELS.items():
+        metric(f"profile_{kind}_ms", sum(ms for ms, _, key in rows if any(w in key.lower() for w in words)))
+    metric("profile_all_kernels_ms", whole)
+    for ms, count, key in sorted(rows, reverse=True)[:25]:
+        print(f"  {ms:9.3f} ms {count:5d}x {key[:110]}", flush=True)
+
+
+KERNELS = {
+    "matmul": ("gemm", "cutlass", "nvjet", "xmma", "aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": ("flash",),
+    "triton": ("triton",),
+    "optimizer": ("adam",),
+    "copy": ("memcpy",),
+}
+
+
+def part_files(shape: Shape, arguments) -> None:
+    """The same step fed from files on disk by the project's own loader."""
+    import torch
+
+    from drafter import contracts, data, states
+
+    with scratch() as folder:
+        rows_per_pack, packs = shape.pack // shape.row, 10
+        free_gb = shutil.disk_usage(folder).free / 1e9
+        row_gb = shape.row * 4 * shape.hidden * 2 / 1e9
+        packs = max(3, min(packs, int(free_gb * 0.4 / (row_gb * rows_per_pack))))
+        facts_ids, entries, written = [2, 30, 58, 61], [], 0
+        hidden = torch.randn(shape.row, 4, shape.hidden).bfloat16()
+        prompt = int(shape.row * (1 - shape.supervised))
+        started = time.perf_counter()
+        for index in range(packs * rows_per_pack):
+            row_id = f"{index:032x}"[::-1]
+            path = folder / contracts.states_path(row_id)
+            path.parent.mkdir(exist_ok=True)
+            ids = torch.randint(shape.vocab, (shape.row,))
+            facts = states.metadata(row_id, "random", facts_ids, "bf16")
+            size = states.write(path, {"token_ids": ids, "hidden_states": hidden}, facts)
+            written += size
+            supervised = [[prompt, shape.row]]
+            entries.append(
+                contracts.IndexEntry(row_id, row_id, "random", shape.row, shape.row, supervised, None, size)
+            )
+        os.sync()
+        metric("files_write_gb_per_s", written / 1e9 / (time.perf_counter() - started))
+        for entry in entries:  # out of the page cache, as states of a night are
+            fd = os.open(folder / entry.path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+        rows = data.examples(entries, shape.pack, shape.steps, contracts.Counts(total=len(entries)))
+        runner = Ours(shape, shape.pack, folder)
+        for _ in range(3):
+            runner.step()
+        pin = torch.cuda.is_available()
+        reader = data.Reader(folder, tuple(facts_ids), shape.steps, reasons=False, pin=pin)
+        for epoch, name in enumerate(("cold", "warm")):
+            loader = data.Loader(reader, device(), arguments.workers)
+            plan = data.Plan(rows, shape.pack, 1, 1, seed=epoch)
+            feed = loader.packs((members, True) for step in plan.steps for members in step.packs)
+            runner.step_from(next(feed))
+            synchronize()
+            loader.waited, tokens, started = 0.0, 0, time.perf_counter()
+            for pack in feed:
+                runner.step_from(pack)
+                tokens += len(pack.input_ids)
+            synchronize()
+            seconds = time.perf_counter() - started
+            metric(f"files_{name}_tokens_per_s", tokens / seconds)
+            metric(f"files_{name}_read_gb_per_s", tokens * 4 * shape.hidden * 2 / 1e9 / seconds)
+            metric(f"files_{name}_waiting_share", loader.waited / seconds)
+
+
+def step_from(self, pack) -> None:
+    """One step of `Ours` on a pack that is on the device already."""
+    self.next = (pack, None)
+    self._copy = lambda: (None, None)
+    self.step()
+
+
+Ours.step_from = step_from
+
+
+def part_stage(shape: Shape, arguments) -> None:
+    """The whole of stage 04 as a user starts it: SmolLM2's shape, 2,000 rows, 3 epochs, packs of 4,096."""
+    import torch
+    from safetensors.torch import save_file
+
+    from drafter import contracts, states
+
+    small = arguments.tiny
+    hidden, vocab, rows = (64, 512, 40) if small else (576, 49152, 2000)
+    with scratch() as folder:
+        model = folder / "model"
+        model.mkdir()
+        config = {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 30,
+            "hidden_size": hidden, "intermediate_size": hidden * 8 // 3, "num_attention_heads": hidden // 64,
+            "num_key_value_heads": 1 if small else 3, "head_dim": 64, "vocab_size": vocab, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 1e5,
+        }  # fmt: skip
+        (model / "config.json").write_text(json.dumps(config))
+        embed = (torch.randn(vocab, hidden) * 0.05).bfloat16()
+        norm = torch.ones(hidden).bfloat16()
+        save_file({"model.embed_tokens.weight": embed, "model.norm.weight": norm}, model / "model.safetensors")
+        captured = folder / "runs/bench/02_hidden_states"
+        captured.mkdir(parents=True)
+        generator = torch.Generator().manual_seed(0)
+        records = []
+        for index in range(rows):
+            row_id = f"{index:032x}"[::-1]
+            tokens = int(torch.randint(150, 450, (), generator=generator))
+            path = captured / contracts.states_path(row_id)
+            path.parent.mkdir(exist_ok=True)
+            tensors = {
+                "token_ids": torch.randint(vocab, (tokens,)),
+                "hidden_states": torch.randn(tokens, 4, hidden).bfloat16(),
+            }
+            size = states.write(path, tensors, states.metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
+            spans = [[tokens // 3, tokens]]
+            entry = contracts.IndexEntry(row_id, row_id, "bench", tokens, tokens, spans, None, size)
+            records.append(json.dumps(entry.to_record()))
+        (captured / "index.jsonl").write_text("\n".join(records) + "\n")
+        manifest = {"stage": "02_hidden_states", "status": "complete", "question": {"schema": contracts.SCHEMA}}
+        (captured / "manifest.json").write_text(json.dumps(manifest))
+        settings = {
+            "run.name": "bench", "run.dir": folder / "runs", "target.model": model,
+            "target.max_seq_len": 512 if small else 4096, "train.draft_vocab_size": 256 if small else 32000,
+            "train.lr": 1e-4, "train.epochs": 3, "train.precision": "bf16" if torch.cuda.is_available() else "fp32",
+            "train.trainable": "[layer, fc, norms]", "train.validation_share": 0.1, "train.validate_every": 150,
+            "train.save_every": 150, "train.loader_workers": arguments.workers, "train.max_steps": "null",
+        }  # fmt: skip
+        command = [sys.executable, str(ROOT / "04_train.py"), "--config", str(ROOT / "configs/smollm2_cpu.yaml")]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value}"]
+        started = time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        seconds = time.perf_counter() - started
+        summary = json.loads(done.stdout.splitlines()[-1])
+        if done.returncode:
+            raise SystemExit(f"stage 04 failed: {summary.get('error')}")
+        seen = summary["facts"]["tokens_seen"]
+        metric("stage_tokens", seen)
+        metric("stage_process_s", seconds)
+        metric("stage_process_tokens_per_s", seen / seconds)
+        metric("stage_body_s", summary["seconds"])
+        log = folder / "runs/bench/04_train/metrics.jsonl"
+        steps = [json.loads(line) for line in log.read_text().splitlines()]
+        rates = sorted(record["tokens_per_s"] for record in steps if record["kind"] == "train")
+        metric("stage_step_tokens_per_s_median", rates[len(rates) // 2])
+        metric("stage_validation_s", sum(record["seconds"] for record in steps if record["kind"] == "validation"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each turn")
+    parser.add_argument("--workers", type=int, default=4, help="loader threads")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
+    arguments = parser.parse_args()
+    if arguments.run:
+        globals()[f"part_{arguments.run}"](TINY if arguments.tiny else KIMI, arguments)
+        return
+    failed = []
+    for part in arguments.parts.split(","):
+        started = time.perf_counter()
+        command = [sys.executable, __file__, "--run", part, *sys.argv[1:]]
+        try:
+            code = subprocess.run(command, timeout=PARTS[part]).returncode
+        except subprocess.TimeoutExpired:
+            code = "time limit"
+        metric(f"part_{part}_s", time.perf_counter() - started)
+        if code:
+            print(f"part {part} failed: {code}", flush=True)
+            failed.append(part)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
