@@ -141,7 +141,7 @@ class Source(Section):
     revision: str | None = None
     split: str = "train"
     count: PositiveInt | None = None  # conversations drawn; default all
-    turns: Literal["first", "last", "all"] = "first"
+    turns: Literal["first", "last", "all"] | None = None  # default: last for `messages`, first for `conversations`
     mode: Literal["regenerate", "replay"] = "regenerate"
 
     @model_validator(mode="after")

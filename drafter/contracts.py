@@ -24,6 +24,7 @@ REJECT_REASONS = (
     "bad_reply",  # a reply without the fields it must have
     "token_count_mismatch",  # ids and usage disagree
     "prompt_mismatch",  # prompt ids do not end as configured
+    "conversation_ended",  # an earlier answer of the conversation is missing, cut or unusable
     "empty_completion",  # 200 with nothing in it
     "no_supervised_tokens",  # after the cut at max_seq_len nothing is left to learn from
     "too_short",  # too few tokens to predict one from another

@@ -1,0 +1,35 @@
+"""Stage 01b: the target answers every question; kept are its own tokens, reasoning and answer.
+
+Reads the prompt sources of the config; the role `generate` must be up. Writes 01b_synthetic/shard-*.jsonl, one row a
+request, with prompts.jsonl (what was asked), rejected.jsonl (what gave no row, and why), held_out.jsonl (kept for
+measuring) and the manifest. A rerun goes on where this one stopped.
+"""
+
+import sys
+
+from drafter import artifacts, client, generate, server, stage
+
+
+def body(this: stage.Stage) -> dict:
+    if this.args.dry_run:
+        return generate.plan(this)
+    with artifacts.locked(this.folder):
+        work = generate.prepare(this)
+        if work.pending:
+            server.check(this.config, "generate")
+            client.run(generate.answer(this, work))
+        else:
+            stage.say("nothing to do: every request has its row or its reason")
+        return generate.conclude(this)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = stage.parser(__doc__)
+    parser.add_argument(
+        "--deadline", metavar="HH:MM", help="stop asking then, finish what is in flight, go on with what there is"
+    )
+    return stage.run("01b_synthetic", body, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

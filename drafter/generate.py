@@ -1,0 +1,453 @@
+"""Stage 01b: ask the target every question and keep what it wrote, token by token."""
+
+import asyncio
+import json
+import math
+import tempfile
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from drafter import artifacts, contracts, prompts, replay, rows
+from drafter.client import Client
+from drafter.config import Config, Generate
+from drafter.contracts import Row
+from drafter.errors import ConfigError, ContractError, ResumableError, RowError
+from drafter.prompts import Request, Requests
+from drafter.stage import Progress, Stage, read_manifest, say
+
+QUESTION = (
+    "target.model", "target.served_name", "target.chat_template_kwargs", "target.prompt_suffix", "target.think_end",
+    "generate.max_tokens", "generate.temperature", "generate.top_p", "generate.top_k", "generate.min_p",
+    "generate.repetition_penalty", "generate.presence_penalty", "generate.frequency_penalty", "generate.seed_rows",
+)  # fmt: skip
+
+CHAT = "/v1/chat/completions"
+PENDING = "pending.jsonl"  # what a deadline left undone
+FAILURES = frozenset(
+    {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
+     "bad_token_ids"}
+)  # fmt: skip
+RETRIED = frozenset({"failed", "conversation_ended"})  # by the next run after one that did not complete
+FAILURES_ALLOWED = 5  # before their share means anything
+TIMEOUT_SECONDS = 60.0  # beside the time that max_tokens take at the floor rate
+MUTE_ROWS = 20  # thinking rows without any reasoning before the run is stopped
+DRAIN = 16  # times the concurrency: how many requests at the end are ordered by expected length
+
+
+def sampling(settings: Generate, row_id: str) -> dict:
+    """Every sampling parameter, since a server fills gaps from the model's generation_config.json."""
+    chosen = {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+        "repetition_penalty": settings.repetition_penalty,
+        "presence_penalty": settings.presence_penalty,
+        "frequency_penalty": settings.frequency_penalty,
+        "max_tokens": settings.max_tokens,
+    }
+    return chosen | ({"seed": int(row_id[:7], 16)} if settings.seed_rows else {})
+
+
+def chat_body(request: Request, history: list[str], config: Config) -> dict:
+    """The chat request; `history` holds the model's own earlier answers, in order."""
+    answers = iter(history)
+    messages = [m if m != prompts.OWN_ANSWER else m | {"content": next(answers)} for m in request.messages]
+    body = {
+        "model": config.target.served_name,
+        "messages": messages,
+        "return_token_ids": True,
+        **sampling(config.generate, request.row_id),
+    }
+    if request.tools:
+        # The prompt shows the tools; the reply stays text, which needs no tool parser on the server.
+        body |= {"tools": request.tools, "tool_choice": "none"}
+    if config.target.chat_template_kwargs:
+        body["chat_template_kwargs"] = config.target.chat_template_kwargs
+    return body
+
+
+async def preflight(client: Client, config: Config) -> int:
+    """Check with one small request what all the others rely on; the server's context length.
+
+    Raises ConfigError: special tokens, token ids, the prompt's end, the served name.
+    """
+    target = config.target
+    models = {model["id"]: model for model in (await client.get("/v1/models"))["data"]}
+    if target.served_name not in models:
+        raise ConfigError(f"target.served_name: the server serves {sorted(models)}, not {target.served_name!r}")
+    for text, token in target.special_tokens.items():
+        ids = await replay.tokenize(client, target, prompt=text, add_special_tokens=False)
+        if ids != [token]:
+            raise ConfigError(f"target.special_tokens: the server reads {text!r} as {ids}, not as {[token]}")
+    row_id = contracts.row_id([], None, target.chat_template_kwargs, "preflight")
+    hello = [{"role": "user", "content": "Say hello."}]
+    request = Request(row_id, None, row_id, "preflight", 0, "regenerate", hello, None)
+    body = chat_body(request, [], config) | {"max_tokens": min(16, config.generate.max_tokens)}
+    try:
+        rows.read_reply(await client.post(CHAT, body, timeout=_timeout(config.generate)), request, {}, target)
+    except RowError as error:
+        hint = {
+            "bad_reply": "vLLM 0.26 and newer return token ids with every reasoning parser",
+            "prompt_mismatch": "correct target.prompt_suffix or target.chat_template_kwargs",
+        }.get(error.reason, "correct the server or the config")
+        raise ConfigError(f"the first request failed its checks ({error}); {hint}") from None
+    return models[target.served_name].get("max_model_len") or target.architecture.max_position_embeddings
+
+
+def _timeout(settings: Generate) -> float:
+    return TIMEOUT_SECONDS + settings.max_tokens / settings.floor_tokens_per_second
+
+
+class Work:
+    """What is still to do: the requests asked for, minus rows on disk, minus final rejections.
+
+    `mix` holds the materialised prompts, `folder` the rows and rejections of replies.
+    """
+
+    def __init__(self, mix: Path, folder: Path, limit: int | None = None):
+        self.requests = Requests(mix / prompts.PROMPTS, limit)
+        asked = set(self.requests.ids)
+        self.done = rows.done_ids(folder) & asked
+        self.rejected = Counter[str]()
+        for table in json.loads((mix / prompts.META).read_text())["sources"].values():
+            self.rejected.update(table["rejected"])
+        settled = set(self.done)
+        for record in prompts.read_rejections(folder):
+            identity = bytes.fromhex(record["row_id"])
+            if record["at"] == "reply" and identity in asked and identity not in settled:
+                settled.add(identity)
+                self.rejected[record["reason"]] += 1
+        self.pending = [i for i, identity in enumerate(self.requests.ids) if identity not in settled]
+
+    def count(self, counts: contracts.Counts) -> None:
+        counts.total = len(self.pending) + len(self.done) + self.rejected.total()
+        counts.done, counts.rejected = len(self.done), self.rejected.copy()
+
+
+class Generation:
+    """One pass over the pending requests at full concurrency."""
+
+    def __init__(self, stage: Stage, work: Work, client: Client, context: int, deadline: float | None):
+        self.config, self.counts, self.client = stage.config, stage.counts, client
+        self.settings = stage.config.generate
+        self.requests, self.context, self.deadline = work.requests, context, deadline
+        self.folder = stage.folder
+        self.store = rows.Store(stage.folder, self.settings.rows_per_shard)
+        self.rejected = artifacts.Journal(stage.folder / prompts.REJECTED)
+        self.progress = Progress(len(work.pending), "rows")
+        self.tokens = 0
+        self.started = self.first_idle = time.monotonic()
+        self.idle_slots = 0.0  # slot-seconds of workers that found nothing left to do
+        self._new = Counter[str]()
+        self._mute = 0
+        self._lengths: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # source -> tokens, rows
+        self._continued: deque[tuple[int, list[str]]] = deque()
+        self._pending = work.pending
+        self._ready = self._in_order(work.done)
+
+    async def run(self) -> None:
+        """Raises ContractError when the failure budget is spent, ConfigError when reasoning never arrives."""
+        workers = [asyncio.create_task(self._worker()) for _ in range(self.settings.concurrency)]
+        try:
+            ends = await asyncio.gather(*workers)
+            self.first_idle = min(ends)
+            self.idle_slots = sum(max(ends) - end for end in ends)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            self.store.close()
+            self.rejected.close()
+            self.progress.close()
+
+    def _in_order(self, done: set[bytes]) -> Iterator[tuple[int, list[str]]]:
+        """Requests that can be sent at once, with their history.
+
+        The shuffle is kept, so that a run cut short is a fair sample; only the last ones go longest first, for
+        then the tail, when slots stand idle, is about as long as the shortest of them.
+        """
+        yield from self._resumed(done)
+        heads = [i for i in self._pending if i not in self.requests.parents]
+        drain = self.settings.concurrency * DRAIN
+        for index in heads[:-drain]:
+            yield index, []
+        for index in sorted(heads[-drain:], key=self._expected_tokens, reverse=True):
+            yield index, []
+
+    def _expected_tokens(self, index: int) -> tuple[float, int]:
+        request = self.requests[index]
+        tokens, finished = self._lengths[request.source]
+        mean = tokens / finished if finished else self.settings.max_tokens
+        turns, heirs = 1, self.requests.children.get(self.requests.ids[index])
+        while heirs:
+            turns, heirs = turns + 1, self.requests.children.get(self.requests.ids[heirs[0]])
+        return turns * mean, sum(len(message["content"] or "") for message in request.messages)
+
+    def _resumed(self, done: set[bytes]) -> Iterator[tuple[int, list[str]]]:
+        """Turns whose predecessors an earlier run has answered; those behind a rejected turn are rejected."""
+        requests = self.requests
+        if not requests.parents:
+            return
+        place = {identity: i for i, identity in enumerate(requests.ids)}
+        open_ids = {requests.ids[i] for i in self._pending}
+        lines = {}
+        for index in self._pending:
+            parent = requests.parents.get(index)
+            if parent in done:
+                lines[index] = requests.line(index, place)
+            elif parent and parent not in open_ids:
+                self._end_conversation(parent)
+        answers = rows.answers(self.folder, {identity for line in lines.values() for identity in line})
+        for index, line in lines.items():
+            history = [answers[identity] for identity in line]
+            if None in history:
+                self._end_conversation(line[-1])
+            else:
+                yield index, history
+
+    def _next(self) -> tuple[int, list[str]] | None:
+        if self.deadline is not None and time.time() >= self.deadline:
+            return None
+        return self._continued.popleft() if self._continued else next(self._ready, None)
+
+    async def _worker(self) -> float:
+        while (item := self._next()) is not None:
+            index, history = item
+            request = self.requests[index]
+            try:
+                row = await self._row(request, history)
+            except RowError as error:
+                self._reject(request, error)
+                self._end_conversation(self.requests.ids[index])
+            else:
+                self._keep(index, row, history)
+            self.progress.advance(**self._status())
+        return time.monotonic()
+
+    async def _row(self, request: Request, history: list[str]) -> Row:
+        if request.mode != "regenerate":
+            return await replay.row(self.client, request, self.config)
+        body = chat_body(request, history, self.config)
+        await self._refuse_too_long(request, body)
+        reply = await self.client.post(CHAT, body, timeout=_timeout(self.settings))
+        return rows.read_reply(reply, request, sampling(self.settings, request.row_id), self.config.target)
+
+    async def _refuse_too_long(self, request: Request, body: dict) -> None:
+        """A token is at least a byte, so only prompts with more bytes than the context has tokens are counted."""
+        if (
+            sum(len((message["content"] or "").encode(errors="replace")) for message in body["messages"])
+            < self.context
+        ):
+            return
+        ids = await replay.tokenize(
+            self.client,
+            self.config.target,
+            messages=body["messages"],
+            tools=request.tools,
+            add_generation_prompt=True,
+        )
+        if len(ids) >= self.context:
+            raise RowError("prompt_too_long", f"{len(ids)} tokens, the context has {self.context}")
+
+    def _keep(self, index: int, row: Row, history: list[str]) -> None:
+        self._check_reasoning(row)
+        self.store.add(row)
+        self.counts.done += 1
+        tokens = row.usage["completion_tokens"]
+        self.tokens += tokens
+        lengths = self._lengths[row.source]
+        lengths[0], lengths[1] = lengths[0] + tokens, lengths[1] + 1
+        if not (heirs := self.requests.children.get(self.requests.ids[index])):
+            return
+        if rows.may_continue(row):
+            self._continued.extend((heir, [*history, row.content]) for heir in heirs)
+        else:
+            self._end_conversation(self.requests.ids[index])
+
+    def _check_reasoning(self, row: Row) -> None:
+        if self._mute is None or not rows.thinks(self.config.target) or row.finish_reason == "replay":
+            return
+        self._mute = None if row.reasoning else self._mute + 1
+        if self._mute == MUTE_ROWS:
+            raise ConfigError(
+                f"{MUTE_ROWS} rows and no reasoning in any: start the server with --reasoning-parser, "
+                "or set target.think_end and target.prompt_suffix for a model that does not think"
+            )
+
+    def _reject(self, request: Request, error: RowError) -> None:
+        self.counts.reject(error.reason)
+        self._new[error.reason] += 1
+        self.rejected.append(
+            prompts.rejection(request.row_id, request.source, error.reason, error.detail, at="reply")
+        )
+        failures = sum(self._new[reason] for reason in FAILURES)
+        seen = failures + self._rows_made
+        if failures > max(FAILURES_ALLOWED, self.settings.max_failure_share * seen):
+            raise ContractError(
+                f"{failures} of {seen} requests failed ({dict(self._new)}), "
+                f"more than generate.max_failure_share allows; see {self.folder / prompts.REJECTED}"
+            )
+
+    def _end_conversation(self, identity: bytes) -> None:
+        """Reject every turn behind `identity`: there is no answer to build on."""
+        for index in self.requests.children.get(identity, ()):
+            self._reject(self.requests[index], RowError("conversation_ended"))
+            self._end_conversation(self.requests.ids[index])
+
+    @property
+    def _rows_made(self) -> int:
+        return sum(finished for _, finished in self._lengths.values())
+
+    def _status(self) -> dict:
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        failures = {reason: count for reason, count in self._new.items() if reason in FAILURES}
+        return {
+            "tok_s": round(self.tokens / seconds),
+            "in_flight": self.client.in_flight,
+            **({"failed": failures} if failures else {}),
+        }
+
+    def facts(self) -> dict:
+        seconds = time.monotonic() - self.started
+        return {
+            "seconds": round(seconds, 3),
+            "output_tokens_per_second": round(self.tokens / seconds, 1),
+            "peak_in_flight": self.client.peak_in_flight,
+            "retries": dict(self.client.retries),
+            "abandoned_requests": self.client.abandoned,
+            "outages": self.client.outages,
+            "tail_seconds": round(time.monotonic() - self.first_idle, 3),
+            "tail_idle_share": round(self.idle_slots / (self.settings.concurrency * seconds), 4),
+        }
+
+
+def summarise(made: Iterator[Row]) -> dict:
+    """Token counts of rows, in all and by source: lengths, share of reasoning, share truncated."""
+    lengths: dict[str, list[int]] = defaultdict(list)
+    reasoning, truncated = Counter[str](), Counter[str]()
+    for row in made:
+        completion = row.usage["completion_tokens"]
+        start = row.supervised[0][0]
+        lengths[row.source].append(completion)
+        truncated[row.source] += row.finish_reason == "length"
+        if "cut_in_reasoning" in row.flags:
+            reasoning[row.source] += completion
+        elif row.think_end is not None and row.think_end >= start:
+            reasoning[row.source] += row.think_end - start + 1
+    table = {
+        source: _describe(sorted(counts), reasoning[source], truncated[source]) for source, counts in lengths.items()
+    }
+    everything = sorted(length for counts in lengths.values() for length in counts)
+    return {"all": _describe(everything, reasoning.total(), truncated.total()), "by_source": table}
+
+
+def _describe(lengths: list[int], reasoning: int, truncated: int) -> dict:
+    total = sum(lengths)
+    return {
+        "rows": len(lengths),
+        "completion_tokens": total,
+        "reasoning_share": round(reasoning / total, 4) if total else 0.0,
+        "mean_tokens": round(total / len(lengths), 1) if lengths else 0.0,
+        "p95_tokens": lengths[math.ceil(0.95 * len(lengths)) - 1] if lengths else 0,
+        "truncated_share": round(truncated / len(lengths), 4) if lengths else 0.0,
+    }
+
+
+def show(summary: dict) -> str:
+    """The summary as a table."""
+    columns = list(summary["all"])
+    lines = [("source", *columns)]
+    lines += [
+        (name, *map(str, entry.values())) for name, entry in [*summary["by_source"].items(), ("all", summary["all"])]
+    ]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+# ---- the stage
+
+
+def prepare(stage: Stage) -> Work:
+    """Claim the folder, materialise the mix, find what is left to do."""
+    before = read_manifest(stage.folder) or {}
+    stage.begin(QUESTION)
+    stage.facts |= before.get("facts", {})
+    meta = prompts.materialise(stage.config, stage.folder)
+    stage.facts |= {"prompts_sha256": meta["sha256"], "sources": meta["sources"]}
+    if before.get("status") != "complete":
+        prompts.forget_rejections(stage.folder, RETRIED)
+    work = Work(stage.folder, stage.folder, stage.args.limit)
+    work.count(stage.counts)
+    say("%d requests: %d done, %d to do", len(work.requests), len(work.done), len(work.pending))
+    return work
+
+
+async def answer(stage: Stage, work: Work) -> None:
+    """Send what is pending, as long as the deadline allows."""
+    deadline = stage.args.deadline and parse_deadline(stage.args.deadline, datetime.now())
+    settings, generated = stage.config.generate, stage.config.servers.generate
+    async with Client(generated, concurrency=settings.concurrency, outage_minutes=settings.outage_minutes) as client:
+        context = await preflight(client, stage.config)
+        generation = Generation(stage, work, client, context, deadline)
+        try:
+            await generation.run()
+        finally:
+            stage.facts["generation"] = generation.facts()
+
+
+def conclude(stage: Stage) -> dict:
+    """Publish the last shard, count what is on disk, sum up, and judge whether the night can go on.
+
+    Raises ContractError when there is no row at all, ResumableError when a deadline left fewer than min_rows.
+    """
+    rows.publish_journal(stage.folder)
+    work = Work(stage.folder, stage.folder, stage.args.limit)
+    work.count(stage.counts)
+    left = [work.requests[i] for i in work.pending]
+    artifacts.write_text(
+        stage.folder / PENDING, "".join(json.dumps({"row_id": r.row_id, "source": r.source}) + "\n" for r in left)
+    )
+    stage.facts["rows"] = summary = summarise(rows.read_rows(stage.folder))
+    say("rows written\n%s", show(summary))
+    done, least = stage.counts.done, stage.config.generate.min_rows
+    if left and stage.args.deadline:
+        if done < max(least, 1):
+            raise ResumableError(f"the deadline left {done} rows, fewer than generate.min_rows = {max(least, 1)}")
+        return stage.finish() | {"deadline": stage.args.deadline}
+    if not done:
+        raise ContractError(f"not one row from {stage.counts.total} prompts: {dict(stage.counts.rejected)}")
+    return stage.finish()
+
+
+def plan(stage: Stage) -> dict:
+    """Offline: the mix by source, what is left to do, and what is missing."""
+    target, findings = stage.config.target, []
+    if not target.model.exists():
+        findings.append(f"target.model: {target.model} does not exist")
+    result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
+    with tempfile.TemporaryDirectory() as scratch:
+        mix = stage.folder if prompts.current(stage.config, stage.folder) else Path(scratch)
+        try:
+            meta = prompts.materialise(stage.config, mix)
+        except (ConfigError, ResumableError) as error:
+            findings.append(str(error))
+            return result
+        work = Work(mix, stage.folder, stage.args.limit)
+    table = meta["sources"]
+    for name, entry in table.items():
+        say("%s: %d conversations, %d requests, rejected %s", name, *entry.values())
+    return result | {"pending": len(work.pending), "requests": len(work.requests), "sources": table}
+
+
+def parse_deadline(text: str, now: datetime) -> float:
+    """The next time the clock shows HH:MM, as a timestamp. Raises ConfigError."""
+    try:
+        clock = datetime.strptime(text, "%H:%M")
+    except ValueError:
+        raise ConfigError(f"--deadline {text}: write it as HH:MM") from None
+    then = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
+    return (then if then > now else then + timedelta(days=1)).timestamp()

@@ -1,0 +1,205 @@
+"""What a reply becomes: a row, checked against everything the server claims, and the shards it lands in."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from drafter import artifacts, contracts, prompts
+from drafter.config import Target
+from drafter.contracts import Row
+from drafter.errors import ContractError, RowError
+from drafter.prompts import Request, Requests
+
+JOURNAL = "journal.jsonl"  # the open shard
+
+
+def thinks(target: Target) -> bool:
+    """Whether the target writes reasoning: it has a `</think>` that the prompt does not close already."""
+    return target.think_end is not None and target.prompt_suffix[-1:] != (target.think_end,)
+
+
+def read_reply(reply: dict, request: Request, sampling: dict, target: Target) -> Row:
+    """A row from a chat reply, every claim of the server checked. Raises RowError."""
+    try:
+        choice = reply["choices"][0]
+        message, finish_reason = choice["message"], choice["finish_reason"]
+        prompt_ids, completion_ids, usage = reply["prompt_token_ids"], choice["token_ids"], reply["usage"]
+        counted = [usage["prompt_tokens"], usage["completion_tokens"]]
+    except (KeyError, IndexError, TypeError) as error:
+        raise RowError("bad_reply", f"no {error}") from None
+    for name, ids in (("prompt_token_ids", prompt_ids), ("token_ids", completion_ids)):
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise RowError("bad_reply", f"{name} is not a list of token ids")
+    if not completion_ids:
+        raise RowError("empty_completion")
+    if counted != [len(prompt_ids), len(completion_ids)]:
+        raise RowError("token_count_mismatch", f"{[len(prompt_ids), len(completion_ids)]} ids, usage says {counted}")
+    if finish_reason not in contracts.FINISH_REASONS[:3]:
+        raise RowError("bad_reply", f"finish_reason {finish_reason!r}")
+    _check_ids(prompt_ids, completion_ids, target)
+    think_end = find_think_end(prompt_ids, completion_ids, target.think_end)
+    reasoning, content = _texts(message)
+    flags = []
+    if thinks(target) and think_end is None:
+        flags.append("cut_in_reasoning" if finish_reason == "length" else "no_think_end")
+    if any(mark in text for mark in target.special_tokens for text in (reasoning, content) if text):
+        flags.append("special_in_text")
+    details = usage.get("completion_tokens_details") or {}
+    return Row(
+        row_id=request.row_id,
+        conv_id=request.conv_id,
+        source=request.source,
+        turn=request.turn,
+        input_ids=prompt_ids + completion_ids,
+        supervised=[[len(prompt_ids), len(prompt_ids) + len(completion_ids)]],
+        think_end=think_end,
+        reasoning=reasoning,
+        content=content,
+        finish_reason=finish_reason,
+        sampling=sampling,
+        usage={
+            "prompt_tokens": counted[0],
+            "completion_tokens": counted[1],
+            "reasoning_tokens": details.get("reasoning_tokens"),
+        },
+        model=str(reply.get("model")),
+        flags=flags,
+    )
+
+
+def _check_ids(prompt_ids: list[int], completion_ids: list[int], target: Target) -> None:
+    suffix = list(target.prompt_suffix)
+    if suffix and prompt_ids[-len(suffix) :] != suffix:
+        raise RowError("prompt_mismatch", f"the prompt ends with {prompt_ids[-len(suffix) :]}, not with {suffix}")
+    vocab_size = target.architecture.vocab_size
+    ids = prompt_ids + completion_ids
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise RowError("bad_token_ids", f"ids from {min(ids)} to {max(ids)} in a vocabulary of {vocab_size}")
+
+
+def find_think_end(prompt_ids: list[int], completion_ids: list[int], think_end: int | None) -> int | None:
+    """Position of `</think>`: the completion's first, or the prompt's last token when that closes the thinking."""
+    if think_end is None:
+        return None
+    if think_end in completion_ids:
+        return len(prompt_ids) + completion_ids.index(think_end)
+    return len(prompt_ids) - 1 if prompt_ids[-1:] == [think_end] else None
+
+
+def _texts(message: dict) -> tuple[str | None, str | None]:
+    """Reasoning and content in one form, whether the server calls it `reasoning`, `reasoning_content` or
+    leaves it in the content."""
+    reasoning, content = message.get("reasoning"), message.get("content")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if reasoning is None and isinstance(content, str) and "</think>" in content:
+        reasoning, _, content = content.partition("</think>")
+        reasoning = reasoning.removeprefix("<think>")
+    return reasoning, content
+
+
+def may_continue(row: Row) -> bool:
+    """Whether the answer can stand in the history of a next turn."""
+    return row.finish_reason == "stop" and row.content is not None and "special_in_text" not in row.flags
+
+
+# ---- the rows on disk
+
+
+class Store:
+    """Shards of finished rows and the journal that becomes the next one."""
+
+    def __init__(self, folder: Path, rows_per_shard: int):
+        self.folder = folder
+        self._rows_per_shard = rows_per_shard
+        self._open()
+
+    def _open(self) -> None:
+        path = self.folder / JOURNAL
+        _keep_whole_rows(path)
+        self._in_journal = sum(1 for _ in artifacts.read_jsonl(path)) if path.exists() else 0
+        self._journal = artifacts.Journal(path)
+
+    def add(self, row: Row) -> None:
+        self._journal.append(row.to_record())
+        self._in_journal += 1
+        if self._in_journal >= self._rows_per_shard:
+            self.publish()
+
+    def publish(self) -> None:
+        """Make the journal's rows a shard."""
+        self._journal.close()
+        if self._in_journal:
+            taken = [int(path.stem.removeprefix("shard-")) for path in shards(self.folder)]
+            (self.folder / JOURNAL).rename(self.folder / f"shard-{max(taken, default=-1) + 1:05d}.jsonl")
+            artifacts.fsync_dir(self.folder)
+        self._open()
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def publish_journal(folder: Path) -> None:
+    """Make what the journal holds the last shard; no journal is left."""
+    store = Store(folder, rows_per_shard=0)
+    store.publish()
+    store.close()
+    (folder / JOURNAL).unlink()
+
+
+def _keep_whole_rows(path: Path) -> None:
+    """Cut the journal before its first line that is no row: what a crash of the machine leaves may be zeros."""
+    if not path.exists():
+        return
+    good = 0
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                Row.from_record(json.loads(line))
+            except (ValueError, TypeError, AttributeError, ContractError):
+                break
+            if not line.endswith(b"\n"):
+                break
+            good += len(line)
+    with open(path, "r+b") as file:
+        file.truncate(good)
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.jsonl"))
+
+
+def row_files(folder: Path) -> list[Path]:
+    journal = folder / JOURNAL
+    return [*shards(folder), *([journal] if journal.exists() else [])]
+
+
+def read_rows(folder: Path) -> Iterator[Row]:
+    """Every row on disk that is still asked for, in no particular order. Raises ContractError on a broken one."""
+    asked = set(Requests(folder / prompts.PROMPTS).ids)
+    for path in row_files(folder):
+        for record in artifacts.read_jsonl(path):
+            row = Row.from_record(record)
+            if bytes.fromhex(row.row_id) in asked:
+                yield row
+
+
+def answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
+    """The content of the wanted rows; None for one that no next turn can be built on."""
+    found = {}
+    for path in row_files(folder) if wanted else []:
+        for record in artifacts.read_jsonl(path):
+            if (identity := bytes.fromhex(record["row_id"])) in wanted:
+                row = Row.from_record(record)
+                found[identity] = row.content if may_continue(row) else None
+    return found
+
+
+def done_ids(folder: Path) -> set[bytes]:
+    """Ids of all rows on disk. A row begins with its id, so nothing is parsed."""
+    start = len('{"row_id":"')
+    found = set()
+    for path in row_files(folder):
+        with open(path, "rb") as file:
+            found.update(bytes.fromhex(line[start : start + 32].decode()) for line in file if line.endswith(b"\n"))
+    return found
