@@ -110,6 +110,7 @@ class Server(Section):
     url: str
     api_key_env: str | None = None
     unit: str | None = None
+    link: Path | None = None  # a unit's command names this folder; starting the unit links it to the run's own
     systemctl: tuple[str, ...] = ("systemctl",)
     args: dict[str, Any] = {}
     env: dict[str, str] = {}

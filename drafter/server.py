@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from drafter import artifacts, config, gpu, process
 from drafter.errors import ConfigError, ResumableError, StageError
+from drafter.launch import command, environment
 
 log = logging.getLogger("drafter")
 
@@ -73,6 +74,9 @@ def up(
     """
     server = _settings(run_config, role)
     if server.kind == "systemd":
+        if _relink(run_config, role) and _unit(server)["alive"]:
+            log.info("%s writes for another run: restarting it for this one", server.unit)
+            down(run_config, role)
         if not _unit(server)["alive"]:
             systemctl(server, "start", "--no-block", server.unit)
     elif server.kind == "command":
@@ -158,6 +162,9 @@ def missing(run_config: config.Config, role: config.Role) -> str | None:
         needed, offered = context_needed(run_config, role), listed[name].get("max_model_len")
         if offered is not None and offered < needed:
             return f"its max_model_len is {offered}, this run needs {needed}"
+        folder = run_config.stage_dir("02_hidden_states")
+        if server.link and server.link.resolve() != folder.resolve():
+            return f"{server.link} does not lead to {folder}: the server writes for another run"
         if reason := gpu.not_loaded(server.gpus, run_config.target.model):
             return reason
         body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "return_token_ids": True}
@@ -201,86 +208,6 @@ def _request(server: config.Server, path: str, body: dict | None = None, seconds
 
 
 # Kind `command`
-
-
-def command(
-    run_config: config.Config, role: config.Role, drafter: Path | None = None, num_speculative_tokens: int = 3
-) -> list[str]:
-    """The vLLM command line of a role."""
-    server, target = _settings(run_config, role), run_config.target
-    address = urlsplit(server.url)
-    flags: dict[str, Any] = {
-        "model": str(target.model),
-        "served-model-name": target.served_name,
-        "host": address.hostname,
-        "port": address.port or 80,
-        "trust-remote-code": target.trust_remote_code or None,
-    }
-    if role == "extract":
-        flags |= _extraction_flags(run_config)
-    if drafter is not None:
-        flags["speculative-config"] = {
-            "method": "eagle3",
-            "model": str(drafter),
-            "num_speculative_tokens": num_speculative_tokens,
-        }
-    # Not the `vllm` script: it looks for a distribution of that name, and the CPU build has another.
-    line = [server.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    for flag, value in (flags | server.args).items():
-        line += _flag(flag, value)
-    return line
-
-
-def _flag(flag: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    if isinstance(value, dict):
-        return [f"--{flag}", json.dumps(value)]
-    if isinstance(value, list | tuple):
-        return [f"--{flag}", *map(str, value)]
-    return [f"--{flag}", str(value)]
-
-
-def captured_layer_ids(run_config: config.Config) -> list[int]:
-    """Layers the extract server captures, in vLLM's ids: the target's, and their upper neighbours when asked."""
-    ids = set(run_config.target.layer_ids)
-    if run_config.extract.neighbour_ids:
-        ids |= {layer + 1 for layer in run_config.target.aux_layer_ids}
-    return sorted(ids)
-
-
-def _extraction_flags(run_config: config.Config) -> dict[str, Any]:
-    captured = captured_layer_ids(run_config)
-    return {
-        "speculative-config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": captured}},
-        },
-        "kv-transfer-config": {
-            "kv_connector": "HiddenStatesWriter",
-            "kv_connector_module_path": "drafter.connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {
-                "shared_storage_path": str(run_config.stage_dir("02_hidden_states")),
-                "allow_custom_save_path": True,
-                "num_writer_threads": run_config.extract.writer_threads,
-                "queue_gb": run_config.extract.queue_gb,
-                "layer_ids": captured,
-            },
-        },
-    }
-
-
-def environment(server: config.Server) -> dict[str, str]:
-    """What a `command` server's process sees: ours, offline, with the connector importable, then the config's."""
-    result = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(config.ROOT), os.environ.get("PYTHONPATH")]))
-    if server.api_key_env and server.api_key_env in os.environ:
-        result["VLLM_API_KEY"] = os.environ[server.api_key_env]
-    return result | server.env
 
 
 def _record_path(run_config: config.Config, role: config.Role) -> Path:
@@ -368,6 +295,24 @@ def _unit(server: config.Server) -> dict[str, Any]:
         "alive": state.get("ActiveState") in ("active", "activating", "reloading"),
         "restarts": int(state.get("NRestarts") or 0),
     }
+
+
+def _relink(run_config: config.Config, role: config.Role) -> bool:
+    """Make `link` mean this run's hidden states; True when it meant others. A server follows it when it starts."""
+    link, folder = _settings(run_config, role).link, run_config.stage_dir("02_hidden_states")
+    if link is None or link.resolve() == folder.resolve():
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    new = link.with_name(f"{link.name}{artifacts.PART}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(folder)
+    try:
+        os.replace(new, link)
+    except OSError as error:
+        raise ConfigError(
+            f"servers.{role}.link: {link} cannot become a link ({error.strerror}); move it away"
+        ) from None
+    return True
 
 
 def restarts_of(server: config.Server) -> int:

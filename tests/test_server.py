@@ -261,6 +261,20 @@ def test_a_unit_that_systemd_restarts_again_and_again_is_given_up(role, machine,
     assert time.monotonic() - started < 10
 
 
+def test_a_units_folder_is_linked_to_the_run_and_another_run_restarts_it(role, machine, tmp_path):
+    link = tmp_path / "extract"
+    first = role(kind="systemd", unit="vllm-test", link=str(link))
+    machine.unit(first)
+    server.up(first, "generate")
+    assert link.resolve() == (tmp_path / "smollm2_cpu/02_hidden_states").resolve()
+    other = config.load(CPU_CONFIG, [*first.arguments[3::2], "run.name=other"])
+    assert "writes for another run" in server.missing(other, "generate")
+    server.up(other, "generate")
+    assert link.resolve() == (tmp_path / "other/02_hidden_states").resolve()
+    changes = [call.split()[0] for call in machine.calls() if call.startswith("st")]
+    assert changes == ["start", "stop", "start"]
+
+
 @pytest.mark.parametrize(
     ("prepare", "message"), [("refuse", "password is required"), ("", "no systemd unit vllm-test")]
 )
