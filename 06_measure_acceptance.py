@@ -1,6 +1,7 @@
 """Stage 06: serve the target with each drafter and measure how many tokens are accepted per step.
 
-Reads 05_export, the warm start and held-out prompts; owns the role `evaluate`. Writes 06_acceptance/acceptance.json.
+Reads 05_export, the warm start and held-out prompts; brings the role `evaluate` up once for each drafter and draft
+length. Writes 06_acceptance/acceptance.json: acceptance lengths with intervals, speed, and a verdict.
 """
 
 import sys
@@ -9,7 +10,7 @@ from drafter import acceptance, stage
 
 
 def body(this: stage.Stage) -> dict:
-    return acceptance.run(this)
+    return acceptance.plan(this) if this.args.dry_run else acceptance.run(this)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,206 +1,177 @@
 """Stage 06: how many tokens are accepted per step, served, on the same frozen prompts for every drafter.
 
-A unit is one drafter on one prompt set in one cell (concurrency, draft length, temperature). Its result lies under a
-name that hashes everything it depends on, so a rerun measures what is missing and nothing else.
+A unit is one drafter on one prompt set in one cell. Its result lies under a name that hashes everything it depends
+on, so a rerun measures what is missing and nothing else, and nothing measured otherwise is ever mixed in.
 """
 
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from drafter import artifacts, client, contracts, decoding, export, native, server, statistics
+from drafter import artifacts, client, comparison, contracts, decoding, export, native, prompt_sets, prompts, server
+from drafter.comparison import NONE, RUN, WARM_START, Unit
 from drafter.config import Cell, Config
 from drafter.decoding import Decoded
-from drafter.errors import ConfigError, ResumableError
+from drafter.errors import ContractError, ResumableError, StageError
+from drafter.prompt_sets import PromptSets
 from drafter.stage import Progress, Stage, say
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
-HELD_OUT = "held_out"
-PARTS = ("all", "reasoning", "answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Drafter:
-    """`folder` None stands for decoding without one; `identity` hashes weights and config."""
-
-    label: str
-    folder: Path | None
-    identity: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    drafter: Drafter
-    prompt_set: str
-    cell: Cell
-    key: str
+REPORT = "acceptance.json"
+SMOKE = Cell(concurrency=4), 8, 64  # cell, prompts, tokens: a minute, and far from chance when a drafter is broken
 
 
 def run(stage: Stage) -> dict:
     """Measure every unit that has no result yet, within the budget, and write `acceptance.json`."""
     config = stage.config
-    sets = read_prompts(config, stage.args.limit)
-    refuse_overlap(config, sets)
-    units = plan(config, sets)
+    if RUN in config.acceptance.drafters:
+        stage.require("05_export")
+    drafters, sets = find_drafters(config), prompt_sets.read(config, stage.args.limit)
+    units = plan_units(config, drafters, sets)
     stage.begin(QUESTION)
-    with artifacts.publish(stage.folder / "prompts.jsonl") as part, open(part, "w") as file:
-        for name, prompts in sets.items():
-            file.writelines(json.dumps({"prompt_set": name, **prompt}) + "\n" for prompt in prompts)
+    write_prompts(stage, sets)
     stage.counts.total = len(units)
-    missing = [unit for unit in units if not unit_path(stage, unit).exists()]
-    if missing:
-        measure(stage, sets, missing)
+    if missing := [unit for unit in units if not is_measured(stage, unit)]:
+        measure(stage, drafters, sets, missing)
     else:
         say("everything asked for is measured already")
     done = {unit: read_unit(stage, unit) for unit in units if unit_path(stage, unit).exists()}
-    stage.counts.done = len(done)
     if not done:
-        raise ResumableError("nothing was measured within acceptance.budget_minutes")
-    report = summarise(config, sets, units, done)
-    artifacts.write_json(stage.folder / "acceptance.json", report)
-    stage.facts = report["headline"]
-    # What the budget left out is a plan, not a failure: a rerun goes on with it.
+        raise ResumableError("nothing was measured within acceptance.budget_minutes; raise it")
+    stage.counts.done = sum(not decoded.skipped for decoded in done.values())
+    report = comparison.report(units, done, config.target.think_end, config.run.seed)
+    training = config.stage_dir("01b_synthetic") / prompts.PROMPTS
+    shared = prompt_sets.overlap(sets, training)
+    report["prompt_sets"] = [
+        {
+            "name": name,
+            "prompts": len(records),
+            "sha256": prompt_sets.identity(records),
+            "ngram_overlap": shared[name],
+        }
+        for name, records in sets.items()
+    ]
+    report["drafters"] = {label: folder and native.identity(folder) for label, folder in drafters.items()}
+    artifacts.write_json(stage.folder / REPORT, report)
+    for unit in report["left_out"]:
+        say("left out, the budget is used up: %s", unit)
+    stage.facts = report["headline"] | {"left_out": len(report["left_out"])}
+    # What the budget leaves out is a plan and no failure; running again goes on with it.
     return stage.finish() | {"deadline": True}
 
 
-def read_prompts(config: Config, limit: int | None = None) -> dict[str, list[dict]]:
-    """Prompt sets: name -> records {"conv_id", "source", "messages", "tools"}, each ending in a user turn.
-
-    Raises ConfigError when there is nothing to measure on.
-    """
-    path = config.stage_dir("01b_synthetic") / "held_out.jsonl"
-    if not path.exists():
-        raise ConfigError(f"no held-out prompts at {path}: run 01b_generate_synthetic.py, or set acceptance.prompts")
-    sets = {HELD_OUT: list(artifacts.read_jsonl(path))}
-    count = min(limit or config.acceptance.max_prompts, config.acceptance.max_prompts)
-    sets = {name: [_question(record) for record in records[:count]] for name, records in sets.items()}
-    for name, records in sets.items():
-        if not records:
-            raise ConfigError(f"acceptance: prompt set {name} is empty")
-    return sets
+def plan(stage: Stage) -> dict:
+    """Offline: how many units have no result yet, and what is missing to measure them."""
+    config, findings, pending = stage.config, [], len(stage.config.acceptance.drafters)
+    try:
+        sets = prompt_sets.read(config, stage.args.limit)
+        units = plan_units(config, find_drafters(config), sets)
+        pending = sum(not is_measured(stage, unit) for unit in units) or int(not (stage.folder / REPORT).exists())
+    except StageError as error:
+        findings.append(str(error))
+    return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
 
 
-def _question(record: dict) -> dict:
-    """The conversation up to its last user turn."""
-    last = max(i for i, message in enumerate(record["messages"]) if message["role"] == "user")
-    return record | {"messages": record["messages"][: last + 1]}
-
-
-def refuse_overlap(config: Config, sets: dict[str, list[dict]]) -> None:
-    """Raises ConfigError when a prompt's conversation is among the training rows."""
-    index = config.stage_dir("02_hidden_states") / "index.jsonl"
-    trained = {entry["conv_id"] for entry in artifacts.read_jsonl(index)} if index.exists() else set()
-    for name, records in sets.items():
-        shared = [record["conv_id"] for record in records if record["conv_id"] in trained]
-        if shared:
-            raise ConfigError(
-                f"acceptance: {len(shared)} of {len(records)} prompts of {name} are in the training rows "
-                f"({shared[0]}, ...); a drafter is measured on prompts it has not seen"
-            )
-
-
-def drafters(config: Config) -> list[Drafter]:
-    """The drafters asked for, checked. A warm start that the run does not have is left out.
+def find_drafters(config: Config) -> dict[str, Path | None]:
+    """Label -> folder, checked; None decodes without a drafter. A warm start that the run lacks is passed over.
 
     Raises ConfigError for a folder that is not there, ContractError for one that cannot be served.
     """
-    found = []
+    found: dict[str, Path | None] = {}
     for label in config.acceptance.drafters:
-        if label == "none":
-            found.append(Drafter(label, None, "none"))
-            continue
-        if label == "warm_start" and config.train.warm_start is None:
+        if label == WARM_START and config.train.warm_start is None:
             say("this run trains from scratch: there is no warm start to measure")
             continue
-        known = {"warm_start": config.train.warm_start, "run": export.folder(config)}
-        folder = known.get(label) or Path(label)
-        native.check_folder(folder, config.target)
-        found.append(Drafter(label, folder, native.identity(folder)))
+        known = {NONE: None, WARM_START: config.train.warm_start, RUN: export.folder(config)}
+        found[label] = known[label] if label in known else Path(label)
+        if folder := found[label]:
+            native.check_folder(folder, config.target)
     return found
 
 
-def plan(config: Config, sets: dict[str, list[dict]]) -> list[Unit]:
-    """Every unit, in the order of measuring: what the headline needs comes first.
-
-    Without a drafter the draft length means nothing, so such cells are measured once.
-    """
-    result: dict[str, Unit] = {}
+def plan_units(config: Config, drafters: dict[str, Path | None], sets: PromptSets) -> list[Unit]:
+    """Every unit, the first cell first. Without a drafter the draft length means nothing and cells fall together."""
+    identities = {label: folder and native.identity(folder) for label, folder in drafters.items()}
+    sets_identities = {name: prompt_sets.identity(records) for name, records in sets.items()}
+    units: dict[str, Unit] = {}
     for cell in config.acceptance.cells:
-        for drafter in drafters(config):
-            tokens = cell.num_speculative_tokens if drafter.folder else 0
-            for name, records in sets.items():
-                identity = {
-                    "drafter": [drafter.label, drafter.identity],
-                    "prompts": set_hash(records),
+        for label, folder in drafters.items():
+            for name in sets:
+                settings = {
                     "concurrency": cell.concurrency,
-                    "num_speculative_tokens": tokens,
-                    "sampling": sampling(config, cell),
+                    "num_speculative_tokens": cell.num_speculative_tokens if folder else 0,
                 }
-                key = contracts.content_id(identity)
-                result.setdefault(key, Unit(drafter, name, cell, key))
-    return list(result.values())
-
-
-def set_hash(records: list[dict]) -> str:
-    return contracts.content_id([[record["messages"], record.get("tools")] for record in records])
+                question = {"drafter": [label, identities[label]], "prompts": sets_identities[name]}
+                question |= {"sampling": sampling(config, cell), "kwargs": config.target.chat_template_kwargs}
+                key = contracts.content_id(question | settings)
+                temperature = sampling(config, cell)["temperature"]
+                units.setdefault(key, Unit(label, name, **settings, temperature=temperature, key=key))
+    return list(units.values())
 
 
 def sampling(config: Config, cell: Cell) -> dict[str, Any]:
     """Sent with every request, in full: a server's own defaults must not decide."""
     generate = config.generate
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     temperature = generate.temperature if cell.temperature is None else cell.temperature
-    fields = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     return {
         "temperature": temperature,
-        **{name: getattr(generate, name) for name in fields},
         "max_tokens": config.acceptance.max_tokens,
+        **{name: getattr(generate, name) for name in names},
     }
 
 
-def body(config: Config, cell: Cell, record: dict) -> dict[str, Any]:
-    """One chat request. The seed is the prompt's, so drafters differ by drafting and not by luck."""
+def body(config: Config, settings: dict[str, Any], record: dict) -> dict[str, Any]:
+    """One chat request. The seed is the prompt's own, so that drafters differ by their drafts and not by luck."""
     request = {
         "model": config.target.served_name,
         "messages": record["messages"],
-        "seed": int(record["conv_id"][:8], 16) & 0x7FFFFFFF,
+        "seed": int(record["conv_id"][:7], 16),
         "return_token_ids": True,
-        **sampling(config, cell),
+        **settings,
     }
     if config.target.chat_template_kwargs:
         request["chat_template_kwargs"] = config.target.chat_template_kwargs
-    if record.get("tools"):
+    if record["tools"]:
         request["tools"] = record["tools"]
     return request
 
 
-def measure(stage: Stage, sets: dict[str, list[dict]], units: list[Unit]) -> None:
+def write_prompts(stage: Stage, sets: PromptSets) -> None:
+    """The frozen prompts, for people and for whoever measures something else on them."""
+    records = ({"prompt_set": name, **record} for name, records in sets.items() for record in records)
+    artifacts.write_text(stage.folder / "prompts.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, units: list[Unit]) -> None:
     """Measure units, one server start for each drafter and draft length.
 
-    Every start, and every unit within it, gets an equal share of the time that is left, so that a slow drafter
-    does not eat what its rival is compared on.
+    Every start, and every unit under it, gets an equal share of the time that is left, so that a slow drafter does
+    not eat what its rival is compared on.
     """
     config = stage.config
     deadline = time.monotonic() + config.acceptance.budget_minutes * 60
     starts: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:
-        starts.setdefault((unit.drafter.label, unit.cell.num_speculative_tokens if unit.drafter.folder else 0), [])
-        starts[unit.drafter.label, unit.cell.num_speculative_tokens if unit.drafter.folder else 0].append(unit)
+        starts.setdefault((unit.drafter, unit.num_speculative_tokens), []).append(unit)
     progress = Progress(sum(len(sets[unit.prompt_set]) for unit in units), "prompts")
     for number, ((label, tokens), group) in enumerate(starts.items()):
         end = _share(deadline, len(starts) - number)
-        if time.monotonic() >= end:
+        if time.monotonic() >= deadline:
             break
-        say("drafter %s%s", label, f", {tokens} tokens a draft" if tokens else "")
-        log = stage.folder / f"server-{Path(label).name}-{tokens}.log"
-        with server.serving(config, "evaluate", group[0].drafter.folder, tokens or 3, log):
+        log_file = stage.folder / f"server-{Path(label).name}-{tokens}.log"
+        with server.serving(config, "evaluate", drafters[label], tokens or 1, log_file):
             for position, unit in enumerate(group):
+                say("%s, %d tokens a draft, %s, concurrency %d", label, tokens, unit.prompt_set, unit.concurrency)
+                settings = sampling(config, Cell(temperature=unit.temperature))
                 until = _share(end, len(group) - position)
-                measure_unit(stage, sets[unit.prompt_set], unit, until, progress.advance)
+                records = sets[unit.prompt_set]
+                decoded = decode(config, settings, records, unit.concurrency, until, progress.advance)
+                if decoded.replies:
+                    unit_path(stage, unit).parent.mkdir(exist_ok=True)
+                    artifacts.write_json(unit_path(stage, unit), decoded.to_record())
     progress.close()
 
 
@@ -209,100 +180,63 @@ def _share(deadline: float, parts: int) -> float:
     return now + max(0.0, deadline - now) / parts
 
 
-def measure_unit(
-    stage: Stage, records: list[dict], unit: Unit, until: float, advance: Callable[[], None] = lambda: None
-) -> None:
-    """Decode one prompt set and publish the result, unless time left no prompt done."""
-    config = stage.config
-    requests = {record["conv_id"]: body(config, unit.cell, record) for record in records}
-    decoded = client.run(
-        decoding.decode(
-            config.servers.evaluate,
-            requests,
-            unit.cell.concurrency,
-            until,
-            config.target.think_end,
-            lambda _reply: advance(),
-        )
+def decode(
+    config: Config,
+    settings: dict[str, Any],
+    records: list[dict],
+    concurrency: int,
+    until: float,
+    advance: Callable[[], None] = lambda: None,
+) -> Decoded:
+    """One prompt set on the server that is up."""
+    requests = {record["conv_id"]: body(config, settings, record) for record in records}
+    think_end = config.target.think_end
+    return client.run(
+        decoding.decode(config.servers.evaluate, requests, concurrency, until, think_end, lambda _reply: advance())
     )
-    if decoded.replies:
-        path = unit_path(stage, unit)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        artifacts.write_json(path, decoded.to_record())
 
 
 def unit_path(stage: Stage, unit: Unit) -> Path:
     return stage.folder / "units" / f"{unit.key}.json"
 
 
+def is_measured(stage: Stage, unit: Unit) -> bool:
+    """Whether every prompt of the unit was sent; one that the budget cut short is measured again."""
+    return unit_path(stage, unit).exists() and not read_unit(stage, unit).skipped
+
+
 def read_unit(stage: Stage, unit: Unit) -> Decoded:
-    return Decoded.from_record(json.loads(unit_path(stage, unit).read_text()))
+    """Raises ContractError for a file that is no result."""
+    path = unit_path(stage, unit)
+    try:
+        return Decoded.from_record(json.loads(path.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ContractError(f"{path} is broken ({error}); remove it to measure again") from None
 
 
-def tallies(decoded: Decoded, part: str, think_end: int | None) -> np.ndarray:
-    """[prompts, 2] drafted steps and accepted tokens, for `drafter.statistics`."""
-    return np.array([reply.tally(part, think_end) for reply in decoded.replies]).reshape(-1, 2)
+def smoke(stage: Stage) -> dict[str, float]:
+    """Serve the untrained warm start, then the export, for a minute each: acceptance length by label.
 
-
-def summarise(
-    config: Config, sets: dict[str, list[dict]], units: list[Unit], done: dict[Unit, Decoded]
-) -> dict[str, Any]:
-    """The content of `acceptance.json`."""
-    measurements = [measurement(config, unit, decoded) for unit, decoded in done.items()]
-    speeds = {
-        (m["prompt_set"], m["concurrency"], m["temperature"]): m["tokens_per_second"]
-        for m in measurements
-        if m["drafter"] == "none"
-    }
-    for m in measurements:
-        base = speeds.get((m["prompt_set"], m["concurrency"], m["temperature"]))
-        m["speed_up"] = m["tokens_per_second"] / base if base else None
-    headline = next((m for m in measurements if m["drafter"] == "run"), measurements[0])
-    return {
-        "schema": contracts.SCHEMA,
-        "headline": {
-            key: headline[key]
-            for key in ("drafter", "acceptance_length", "low", "high", "tokens_per_second", "speed_up")
-        },
-        "prompt_sets": [
-            {"name": name, "prompts": len(records), "sha256": set_hash(records)} for name, records in sets.items()
-        ],
-        "measurements": measurements,
-        "left_out": [identify(config, unit) for unit in units if unit not in done],
-    }
-
-
-def identify(config: Config, unit: Unit) -> dict[str, Any]:
-    return {
-        "drafter": unit.drafter.label,
-        "prompt_set": unit.prompt_set,
-        "concurrency": unit.cell.concurrency,
-        "num_speculative_tokens": unit.cell.num_speculative_tokens if unit.drafter.folder else 0,
-        "temperature": sampling(config, unit.cell)["temperature"],
-    }
-
-
-def measurement(config: Config, unit: Unit, decoded: Decoded) -> dict[str, Any]:
-    """One unit's figures. Without a drafter each step yields one token."""
-    counters = decoded.counters
-    result = identify(config, unit) | {
-        "prompts": len(decoded.replies),
-        "prompts_skipped": decoded.skipped,
-        "prompts_refused": len(decoded.refused),
-        "output_tokens": decoded.output_tokens,
-        "seconds": decoded.seconds,
-        "tokens_per_second": decoded.output_tokens / decoded.seconds,
-        "drafts": counters.drafts,
-        "accepted": counters.accepted,
-        "acceptance_length": 1 + counters.accepted / counters.drafts if counters.drafts else 1.0,
-        "per_position": [count / counters.drafts for count in counters.accepted_per_position if counters.drafts],
-        "streams_agree": decoded.streams_agree,
-    }
-    for part in PARTS:
-        counted = tallies(decoded, part, config.target.think_end) if decoded.streams_agree else np.zeros((0, 2))
-        bounds = statistics.interval(counted, config.run.seed) or (None, None)
-        prefix = "" if part == "all" else f"{part}_"
-        result |= {f"{prefix}low": bounds[0], f"{prefix}high": bounds[1]}
-        if prefix:
-            result[f"{prefix}length"] = statistics.length(counted)
-    return result
+    Raises ContractError for a drafter that the engine loads and that nothing is accepted from.
+    """
+    config = stage.config
+    cell, count, tokens = SMOKE
+    records = next(iter(prompt_sets.read(config, count).values()))
+    settings = sampling(config, cell) | {"max_tokens": tokens}
+    folders = {WARM_START: config.train.warm_start, RUN: export.folder(config)}
+    lengths = {}
+    for label, folder in folders.items():
+        if folder is None or (label == RUN and not folder.exists()):
+            continue
+        native.check_folder(folder, config.target)
+        with server.serving(config, "evaluate", folder, cell.num_speculative_tokens, stage.folder / "smoke.log"):
+            decoded = decode(config, settings, records, cell.concurrency, time.monotonic() + 600)
+        counters = decoded.counters
+        if not counters.accepted:
+            raise ContractError(
+                f"vLLM serves {folder}, but of {counters.draft_tokens} drafted tokens none was accepted: "
+                "acceptance length 1 means a drafter that is loaded wrongly or drafts for another model"
+            )
+        lengths[label] = 1 + counters.accepted / counters.drafts
+        say("smoke: %s has acceptance length %.3f", label, lengths[label])
+    return lengths

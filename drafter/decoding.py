@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import aiohttp
 
@@ -89,12 +89,20 @@ class Decoded:
     def output_tokens(self) -> int:
         return sum(len(reply.token_ids) for reply in self.replies)
 
+    def only(self, conv_ids: list[str]) -> "Decoded":
+        """The replies to these prompts, in this order; counters stay those of all."""
+        by_id = {reply.conv_id: reply for reply in self.replies}
+        return replace(self, replies=[by_id[conv_id] for conv_id in conv_ids])
+
     @property
     def streams_agree(self) -> bool:
         """Whether the streams show the very steps that the engine counted.
 
-        Accepted tokens may be fewer by what a stop or the token limit cut from a request's last step.
+        Accepted tokens may be fewer by what a stop or the token limit cut from a request's last step. Without a
+        drafter the engine counts no steps, and nothing is to be shown.
         """
+        if not self.counters.accepted_per_position:
+            return True
         steps = sum(len(reply.chunks) - 1 for reply in self.replies)
         accepted = sum(sum(reply.chunks[1:]) - len(reply.chunks[1:]) for reply in self.replies)
         width = len(self.counters.accepted_per_position)

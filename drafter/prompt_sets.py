@@ -1,0 +1,111 @@
+"""The prompts that drafters are measured on: frozen, and shown to be none of the training's."""
+
+import re
+from pathlib import Path
+
+from drafter import artifacts, contracts, prompts
+from drafter.config import Config
+from drafter.errors import ConfigError
+
+HELD_OUT = "held_out"
+NGRAM = 13  # words; shorter runs are shared by chance
+WORD = re.compile(r"\w+")
+
+PromptSets = dict[str, list[dict]]  # name -> {"conv_id", "source", "messages", "tools"}, ending in a user turn
+
+
+def read(config: Config, limit: int | None = None) -> PromptSets:
+    """At most `acceptance.max_prompts` of each set: `acceptance.prompts`, or the run's held-out conversations.
+
+    Raises ConfigError when a set is empty, or shares a conversation with the training rows.
+    """
+    count = min(limit or config.acceptance.max_prompts, config.acceptance.max_prompts)
+    if config.acceptance.prompts:
+        sets = {source.name: _draw(config, source, count) for source in config.acceptance.prompts}
+    else:
+        path = config.stage_dir("01b_synthetic") / prompts.HELD_OUT
+        if not path.exists():
+            raise ConfigError(
+                f"no held-out prompts at {path}: run 01b_generate_synthetic.py, or set acceptance.prompts"
+            )
+        sets = {HELD_OUT: list(artifacts.read_jsonl(path))[:count]}
+    trained = _trained(config)
+    for name, records in sets.items():
+        if not records:
+            raise ConfigError(f"acceptance: prompt set {name} is empty")
+        if shared := [record["conv_id"] for record in records if record["conv_id"] in trained]:
+            raise ConfigError(
+                f"acceptance: {len(shared)} of {len(records)} prompts of {name} are also in the training rows (first "
+                f"conv_id {shared[0]}); measure on prompts that no drafter was trained on"
+            )
+    return sets
+
+
+def _draw(config: Config, source: prompts.Source, count: int) -> list[dict]:
+    """`count` prompts of a source, the same for the same seed; each conversation once."""
+    wanted = min(count, source.count or count)
+    drawn: dict[str, dict] = {}
+    for record in prompts.draw(lambda: prompts.read_source(source), wanted, config.run.seed):
+        request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
+        drawn[request.conv_id] = {
+            "conv_id": request.conv_id,
+            "source": source.name,
+            "messages": request.messages,
+            "tools": request.tools,
+        }
+    return list(drawn.values())
+
+
+def _trained(config: Config) -> set[str]:
+    """Conversations among the training rows; empty when this run has none on this machine."""
+    index = config.stage_dir("02_hidden_states") / "index.jsonl"
+    return {entry["conv_id"] for entry in artifacts.read_jsonl(index)} if index.exists() else set()
+
+
+def identity(records: list[dict]) -> str:
+    """What was asked, in order: a set with another identity is another measurement."""
+    return contracts.content_id([[record["messages"], record["tools"]] for record in records])
+
+
+def describe(sets: PromptSets, materialised: Path) -> list[dict]:
+    """Name, size, hash and overlap of each set, for the record."""
+    shared = overlap(sets, materialised)
+    return [
+        {"name": name, "prompts": len(records), "identity": identity(records), "ngram_overlap": shared[name]}
+        for name, records in sets.items()
+    ]
+
+
+def overlap(sets: PromptSets, materialised: Path) -> dict[str, dict | None]:
+    """For each set how many prompts share a run of NGRAM words with a training prompt (01b's `prompts.jsonl`).
+
+    Prompts shorter than that are counted under `too_short`: nothing can be said of them. None where the
+    training prompts are not on this machine.
+    """
+    if not materialised.exists():
+        return dict.fromkeys(sets)
+    # The training prompts are far more than those measured on, so it is the latter whose runs are kept.
+    runs = {name: [_runs(record) for record in records] for name, records in sets.items()}
+    wanted = {run for prompts_runs in runs.values() for run in set().union(*prompts_runs)}
+    found: set[tuple[str, ...]] = set()
+    for record in artifacts.read_jsonl(materialised):
+        found |= wanted & _runs(record)
+    return {
+        name: {
+            "words": NGRAM,
+            "prompts": sum(bool(found & run) for run in prompts_runs),
+            "of": len(prompts_runs),
+            "too_short": sum(not run for run in prompts_runs),
+        }
+        for name, prompts_runs in runs.items()
+    }
+
+
+def _runs(record: dict) -> set[tuple[str, ...]]:
+    """Every NGRAM words in a row of the user's turns."""
+    result: set[tuple[str, ...]] = set()
+    for message in record["messages"]:
+        if message["role"] == "user":
+            words = WORD.findall(message["content"].lower())
+            result.update(zip(*(words[start:] for start in range(NGRAM)), strict=False))
+    return result
