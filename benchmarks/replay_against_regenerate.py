@@ -1,0 +1,220 @@
+"""Does it pay to train on the model's own answers? The same questions, steps, tokens a step and seed, both ways.
+
+    python benchmarks/replay_against_regenerate.py --prompts questions.jsonl --evaluate eval_a.jsonl eval_b.jsonl
+
+1. The whole pipeline with answers that the model writes itself (`mode: regenerate`).
+2. The same with the original answers of the file (`mode: replay`), on as many rows as make the same number of tokens.
+3. Stage 06 serves both drafters, and none, on the same prompts.
+
+Every step resumes, so a host that ends a command after some minutes is called again with the same command until it
+exits 0; 3 means: once more. Prints `METRIC name value` lines and leaves small files in $OUT. Nothing is downloaded.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from drafter import artifacts, config, contracts  # noqa: E402
+
+AGAIN = 3
+SAVE_SECONDS = 90  # for a stage to save after it was asked to stop
+KEPT = ("manifest.json", "config.yaml", "acceptance.json", "metrics.jsonl", "pipeline.json", "rejected.jsonl")
+
+
+class Experiment:
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.deadline = time.monotonic() + args.seconds
+        self.own = self._load("regenerate", args.count)
+        self.original = self._load("replay", None)
+        self.progress_path = self.own.run.dir / "progress.json"
+        try:
+            self.progress = json.loads(self.progress_path.read_text())
+        except FileNotFoundError:
+            self.progress = {"done": [], "seconds": {}}
+
+    def _load(self, mode: str, count: int | None) -> config.Config:
+        source = {"name": "questions", "path": str(self.args.prompts.resolve()), "turns": "first", "mode": mode}
+        evaluated = [
+            {"name": path.stem.removeprefix("eval_"), "path": str(path.resolve()), "turns": "first"}
+            for path in self.args.evaluate
+        ]
+        settings = {
+            "run.dir": str(self.args.runs.resolve()),
+            "run.name": mode,
+            "prompts": [source | ({"count": count} if count else {})],
+            "generate.max_tokens": self.args.max_tokens,
+            "train.epochs": 1000,  # max_steps ends it
+            "train.max_steps": self.args.steps,
+            "train.tokens_per_step": self.args.tokens_per_step,
+            "acceptance.prompts": evaluated,
+            "acceptance.drafters": ["none", "run"],
+            "acceptance.max_tokens": self.args.max_tokens,
+            "acceptance.max_prompts": self.args.max_prompts,
+        }
+        if model := os.environ.get("MODEL"):
+            settings["target.model"] = model
+        overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()] + self.args.overrides
+        return config.load(self.args.config, overrides)
+
+    def run(self) -> int:
+        """Every step that is not done; AGAIN when time is up."""
+        stage = [sys.executable, "-m", "drafter.pipeline"]
+        other = self.original.stage_dir("05_export") / "model"
+        compare = [sys.executable, str(ROOT / "06_measure_acceptance.py"), *self.own.arguments]
+        compare += ["--set", f"acceptance.drafters={json.dumps(['none', str(other), 'run'])}"]
+        steps = {
+            "regenerate": lambda: [*stage, *_positional(self.own)],
+            "replay_rows": lambda: [*stage, *_positional(self.original), "--only", "01b"],
+            "replay_states": lambda: [*stage, *_positional(self.original), "--only", "02", "--limit", self._rows()],
+            "replay_train": lambda: [*stage, *_positional(self.original), "--only", "04"],
+            "replay_export": lambda: [*stage, *_positional(self.original), "--only", "05"],
+            "compare": lambda: compare,
+        }
+        for name, command in steps.items():
+            if name in self.progress["done"]:
+                continue
+            code = self._call(name, command())
+            if code:
+                return code
+            self.progress["done"].append(name)
+            artifacts.write_json(self.progress_path, self.progress)
+        return 0
+
+    def _rows(self) -> str:
+        """How many rows of original answers hold as many tokens as all of the model's own."""
+        wanted = sum(_tokens(self.own))
+        total = count = 0
+        for tokens in _tokens(self.original):
+            if total >= wanted:
+                break
+            total, count = total + tokens, count + 1
+        return str(count)
+
+    def _call(self, name: str, command: list[str]) -> int:
+        left = self.deadline - time.monotonic()
+        if left < self.args.least:
+            return AGAIN
+        print(f"== {name}: {shlex.join(command)}", file=sys.stderr, flush=True)
+        started = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT, start_new_session=True)
+        try:
+            code = process.wait(left)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(SAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            code = AGAIN
+        seconds = self.progress["seconds"]
+        seconds[name] = round(seconds.get(name, 0) + time.monotonic() - started, 1)
+        artifacts.write_json(self.progress_path, self.progress)
+        return code
+
+    def metrics(self) -> None:
+        for name, seconds in self.progress["seconds"].items():
+            _metric(f"wall_{name}_s", seconds)
+        for run in (self.own, self.original):
+            for stage in config.STAGES:
+                manifest = _read(run.stage_dir(stage) / "manifest.json")
+                if not manifest:
+                    continue
+                place = f"{run.run.name}_{stage}"
+                for key in ("status", "in", "out", "pending", "seconds"):
+                    _metric(f"{place}_{key}", manifest[key])
+                for key, value in manifest["facts"].items():
+                    if isinstance(value, int | float | str):
+                        _metric(f"{place}_{key}", value)
+        for run in (self.own, self.original):
+            entries = list(_index(run))
+            _metric(f"{run.run.name}_rows", len(entries))
+            _metric(f"{run.run.name}_tokens", sum(entry.tokens for entry in entries))
+            spans = [span for entry in entries for span in contracts.cut(entry.supervised, entry.tokens)]
+            _metric(f"{run.run.name}_supervised_tokens", sum(end - start for start, end in spans))
+        report = _read(self.own.stage_dir("06_acceptance") / "acceptance.json") or {}
+        for m in report.get("measurements", []):
+            place = f"{_label(m['drafter'])}_{m['prompt_set']}_c{m['concurrency']}"
+            for key in ("acceptance_length", "low", "high", "per_position", "tokens_per_second", "speed_up"):
+                _metric(f"{place}_{key}", m[key])
+            _metric(f"{place}_streams_agree", m["streams_agree"])
+        for c in report.get("comparisons", []):
+            if c["part"] == "all":
+                place = f"{_label(c['drafter'])}_against_{_label(c['baseline'])}_{c['prompt_set']}"
+                for key in ("difference", "low", "high", "verdict"):
+                    _metric(f"{place}_{key}", c[key])
+
+    def keep(self, folder: Path) -> None:
+        """Manifests, configs, metrics and results in one archive."""
+        with tarfile.open(folder / "results.tar.gz", "w:gz") as archive:
+            for path in sorted(self.own.run.dir.rglob("*")):
+                wanted = path.name in KEPT or path.suffix == ".log" or path.parent.name == "units"
+                if wanted and path.is_file() and path.stat().st_size < 4 << 20:
+                    archive.add(path, path.relative_to(self.own.run.dir))
+
+
+def _positional(run: config.Config) -> list[str]:
+    """A config's arguments as the pipeline takes them: its file without a flag."""
+    _flag, path, *overrides = run.arguments
+    return [path, *overrides]
+
+
+def _tokens(run: config.Config) -> list[int]:
+    """Token counts of stage 01b's rows, in file order."""
+    shards = sorted(run.stage_dir("01b_synthetic").glob("shard-*.jsonl"))
+    limit = run.target.max_seq_len
+    return [min(len(row["input_ids"]), limit) for shard in shards for row in artifacts.read_jsonl(shard)]
+
+
+def _index(run: config.Config) -> list[contracts.IndexEntry]:
+    path = run.stage_dir("02_hidden_states") / "index.jsonl"
+    return [contracts.IndexEntry(**record) for record in artifacts.read_jsonl(path)] if path.exists() else []
+
+
+def _read(path: Path) -> dict | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _label(drafter: str) -> str:
+    return {"run": "regenerate"}.get(drafter, "replay" if "/" in drafter else drafter)
+
+
+def _metric(name: str, value: object) -> None:
+    print(f"METRIC {name} {value}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True, help="questions with their original answers")
+    parser.add_argument("--evaluate", type=Path, nargs="+", required=True, help="prompt files for stage 06")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/smollm2_gpu.yaml")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/replay_against_regenerate")
+    parser.add_argument("--count", type=int, default=4000, help="questions that the model answers itself")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--max-prompts", type=int, default=80, help="of each prompt file")
+    parser.add_argument("--seconds", type=float, default=570, help="stop and save after this long")
+    parser.add_argument("--least", type=float, default=60, help="begin no step with less time left than this")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    experiment = Experiment(parser.parse_args())
+    code = experiment.run()
+    experiment.metrics()
+    if out := os.environ.get("OUT"):
+        experiment.keep(Path(out))
+    print({0: "complete", AGAIN: "not finished: run the same command again"}.get(code, f"failed with {code}"))
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
