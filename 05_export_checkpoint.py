@@ -1,20 +1,30 @@
 """Stage 05: the best checkpoint as a folder that vLLM serves, in the form of the reference drafter.
 
-Reads a complete step of 04_train; writes 05_export/model (model.safetensors, config.json), renamed into place whole
-and checked: every tensor by name, shape, dtype and value.
+Reads a complete step of 04_train; writes 05_export/model (weights, config, model card), renamed into place whole and
+checked: every tensor by name, shape, dtype and value, and the logits on real rows. --smoke serves the untrained warm
+start and then the export for a minute, and refuses a drafter that nothing is accepted from; before training, the
+warm start alone.
 """
 
 import sys
 
-from drafter import export, stage
+from drafter import acceptance, card, export, stage
 
 
 def body(this: stage.Stage) -> dict:
-    return export.plan(this) if this.args.dry_run else export.run(this)
+    if this.args.dry_run:
+        return export.plan(this)
+    if this.args.smoke and not export.is_trained(this.config):
+        return acceptance.smoke(this)
+    summary = export.run(this)
+    card.write(this.config)
+    return acceptance.smoke(this) if this.args.smoke else summary
 
 
 def main(argv: list[str] | None = None) -> int:
-    return stage.run("05_export", body, stage.parser(__doc__), argv)
+    parser = stage.parser(__doc__)
+    parser.add_argument("--smoke", action="store_true", help="also serve it and require an acceptance length above 1")
+    return stage.run("05_export", body, parser, argv)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
 """Stage 06: serve the target with each drafter and measure how many tokens are accepted per step.
 
 Reads 05_export, the warm start and held-out prompts; brings the role `evaluate` up once for each drafter and draft
-length. Writes 06_acceptance/acceptance.json: acceptance lengths with intervals, speed, and a verdict.
+length. Writes 06_acceptance/acceptance.json: acceptance lengths with intervals, speed and a verdict, which the
+export's model card shows too.
 """
 
 import sys
 
-from drafter import acceptance, stage
+from drafter import acceptance, card, export, stage
 
 
 def body(this: stage.Stage) -> dict:
-    return acceptance.plan(this) if this.args.dry_run else acceptance.run(this)
+    if this.args.dry_run:
+        return acceptance.plan(this)
+    summary = acceptance.run(this)
+    if export.folder(this.config).exists():
+        card.write(this.config)
+    return summary
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,13 +14,14 @@ from drafter import artifacts, client, comparison, contracts, decoding, export, 
 from drafter.comparison import NONE, RUN, WARM_START, Unit
 from drafter.config import Cell, Config
 from drafter.decoding import Decoded
-from drafter.errors import ContractError, ResumableError, StageError
+from drafter.errors import ConfigError, ContractError, ResumableError, StageError
 from drafter.prompt_sets import PromptSets
 from drafter.stage import Progress, Stage, say
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
 REPORT = "acceptance.json"
-SMOKE = Cell(concurrency=4), 8, 64  # cell, prompts, tokens: a minute, and far from chance when a drafter is broken
+SMOKE_CELL = Cell(concurrency=4)
+SMOKE_PROMPTS, SMOKE_TOKENS, SMOKE_SECONDS = 8, 64, 300  # some 500 steps: not one accepted token is no accident
 
 
 def run(stage: Stage) -> dict:
@@ -214,29 +215,33 @@ def read_unit(stage: Stage, unit: Unit) -> Decoded:
         raise ContractError(f"{path} is broken ({error}); remove it to measure again") from None
 
 
-def smoke(stage: Stage) -> dict[str, float]:
-    """Serve the untrained warm start, then the export, for a minute each: acceptance length by label.
+def smoke(stage: Stage) -> dict:
+    """Serve the untrained warm start, then the export where there is one, for a minute each; the stage's summary.
 
     Raises ContractError for a drafter that the engine loads and that nothing is accepted from.
     """
     config = stage.config
-    cell, count, tokens = SMOKE
-    records = next(iter(prompt_sets.read(config, count).values()))
-    settings = sampling(config, cell) | {"max_tokens": tokens}
-    folders = {WARM_START: config.train.warm_start, RUN: export.folder(config)}
+    records = prompt_sets.sample(config, SMOKE_PROMPTS)
+    settings = sampling(config, SMOKE_CELL) | {"max_tokens": SMOKE_TOKENS}
     lengths = {}
-    for label, folder in folders.items():
+    for label, folder in ((WARM_START, config.train.warm_start), (RUN, export.folder(config))):
         if folder is None or (label == RUN and not folder.exists()):
             continue
         native.check_folder(folder, config.target)
-        with server.serving(config, "evaluate", folder, cell.num_speculative_tokens, stage.folder / "smoke.log"):
-            decoded = decode(config, settings, records, cell.concurrency, time.monotonic() + 600)
+        log_file = stage.folder / f"server-{label}.log"
+        with server.serving(config, "evaluate", folder, SMOKE_CELL.num_speculative_tokens, log_file):
+            decoded = decode(config, settings, records, SMOKE_CELL.concurrency, time.monotonic() + SMOKE_SECONDS)
         counters = decoded.counters
         if not counters.accepted:
             raise ContractError(
-                f"vLLM serves {folder}, but of {counters.draft_tokens} drafted tokens none was accepted: "
-                "acceptance length 1 means a drafter that is loaded wrongly or drafts for another model"
+                f"vLLM serves {folder}, but none of its {counters.draft_tokens} drafted tokens was accepted: "
+                "it was loaded wrongly, or drafts for another model"
             )
         lengths[label] = 1 + counters.accepted / counters.drafts
         say("smoke: %s has acceptance length %.3f", label, lengths[label])
-    return lengths
+    if not lengths:
+        raise ConfigError("nothing to serve: no warm start in train.warm_start, and no checkpoint in 04_train")
+    if stage.counts.total:
+        stage.facts["smoke"] = lengths
+        return stage.finish()
+    return {"stage": stage.name, "smoke": lengths}

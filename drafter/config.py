@@ -288,7 +288,7 @@ class Config(Section):
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read a config file and apply `section.key=value` overrides (values are YAML).
+    """Read a config file and apply `section.key=value` overrides (values are YAML, `@FILE` takes them from a file).
 
     Relative paths are taken from the project's root. Raises ConfigError, one line.
     """
@@ -325,9 +325,20 @@ def _apply(tree: dict, override: str) -> None:
     try:
         for part in parents:
             node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        node[int(last) if isinstance(node, list) else last] = yaml.safe_load(text)
+        node[int(last) if isinstance(node, list) else last] = _value(text)
     except (ValueError, IndexError, TypeError, AttributeError, yaml.YAMLError):
         raise ConfigError(f"--set {override}: no such place in the config") from None
+
+
+def _value(text: str) -> Any:
+    """YAML, or `@FILE` for what that file holds."""
+    if not text.startswith("@"):
+        return yaml.safe_load(text)
+    path = ROOT / text[1:]
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--set: {path} cannot be read ({error.strerror})") from None
 
 
 def _explain(error: dict) -> str:

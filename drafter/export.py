@@ -68,13 +68,17 @@ def run(stage: Stage) -> dict:
 def plan(stage: Stage) -> dict:
     """What `run` would do, and what is missing for it."""
     config, findings, pending = stage.config, [], 1
-    if not checkpoint.complete_steps(config.stage_dir("04_train")):
+    if not is_trained(config):
         findings.append(f"no complete checkpoint in {config.stage_dir('04_train')}")
     elif before := read_manifest(stage.folder):
         pending = int(not _is_exported(config, before["facts"], _step(config)))
     if (wanted := reference(config)) and not (wanted / CONFIG).exists():
         findings.append(f"no reference drafter at {wanted}")
     return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def is_trained(config: Config) -> bool:
+    return bool(checkpoint.complete_steps(config.stage_dir("04_train")))
 
 
 def _step(config: Config) -> Path:

@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 from drafter import artifacts, contracts, prompts
-from drafter.config import Config
+from drafter.config import ROOT, Config, Source
 from drafter.errors import ConfigError
 
 HELD_OUT = "held_out"
 NGRAM = 13  # words; shorter runs are shared by chance
+SAMPLE = ROOT / "configs/prompts_sample.jsonl"
 WORD = re.compile(r"\w+")
 
 PromptSets = dict[str, list[dict]]  # name -> {"conv_id", "source", "messages", "tools"}, ending in a user turn
@@ -41,7 +42,12 @@ def read(config: Config, limit: int | None = None) -> PromptSets:
     return sets
 
 
-def _draw(config: Config, source: prompts.Source, count: int) -> list[dict]:
+def sample(config: Config, count: int) -> list[dict]:
+    """Ordinary questions that are there before a run has any of its own."""
+    return _draw(config, Source(name="sample", path=SAMPLE), count)
+
+
+def _draw(config: Config, source: Source, count: int) -> list[dict]:
     """`count` prompts of a source, the same for the same seed; each conversation once."""
     wanted = min(count, source.count or count)
     drawn: dict[str, dict] = {}
