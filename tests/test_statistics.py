@@ -1,0 +1,100 @@
+"""What a difference between drafters is worth."""
+
+import numpy as np
+import pytest
+
+from drafter import statistics
+from drafter.statistics import BETTER, UNDECIDED, WORSE
+
+
+def tallies(rng: np.random.Generator, ability: np.ndarray, shift: float = 0.0) -> np.ndarray:
+    """Steps and accepted tokens of prompts that differ in length and in how predictable they are.
+
+    Twice the same prompt gives replies of somewhat different length.
+    """
+    steps = np.linspace(20, 400, len(ability)) * rng.uniform(0.7, 1.4, len(ability))
+    steps = steps.astype(int)
+    return np.stack([steps, rng.binomial(3 * steps, np.clip(ability + shift, 0, 1))], 1)
+
+
+def test_length_is_pooled_over_steps_and_not_a_mean_over_prompts():
+    assert statistics.length(np.array([[100, 200], [1, 0]])) == pytest.approx(1 + 200 / 101)
+    assert statistics.length(np.array([[10, 0]])) == 1
+    assert statistics.length(np.zeros((0, 2))) is None
+
+
+def test_an_interval_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    ability = rng.uniform(0.2, 0.6, 4000)
+    truth = 1 + 3 * ability.mean()
+    covered = 0
+    for trial in range(200):
+        chosen = rng.choice(ability, 60)
+        low, high = statistics.interval(tallies(rng, chosen), seed=trial)
+        covered += low <= truth <= high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_an_a_a_comparison_shows_no_difference():
+    """The same drafter twice: a verdict of better or worse would be false, and must be as rare as 1 in 100."""
+    rng = np.random.default_rng(2)
+    false = 0
+    for trial in range(300):
+        ability = rng.uniform(0.2, 0.6, 40)
+        false += statistics.compare(tallies(rng, ability), tallies(rng, ability), trial)["verdict"] != UNDECIDED
+    assert false / 300 <= 0.02
+
+
+def test_an_identical_rerun_differs_by_exactly_nothing():
+    measured = tallies(np.random.default_rng(3), np.full(40, 0.4))
+    result = statistics.compare(measured, measured.copy())
+    assert (result["difference"], result["low"], result["high"]) == (0, 0, 0)
+    assert result["verdict"] == UNDECIDED
+
+
+def test_a_real_difference_is_shown_with_its_sign():
+    rng = np.random.default_rng(4)
+    ability = rng.uniform(0.2, 0.6, 40)
+    plain, better = tallies(rng, ability), tallies(rng, ability, 0.05)
+    forward, backward = statistics.compare(better, plain), statistics.compare(plain, better)
+    assert (forward["verdict"], backward["verdict"]) == (BETTER, WORSE)
+    assert forward["low"] > 0 > backward["high"]
+    assert forward["difference"] == pytest.approx(-backward["difference"])
+
+
+def test_pairing_sees_what_the_spread_of_prompts_hides():
+    """Two intervals overlap widely, yet on the same prompts one drafter is better throughout."""
+    rng = np.random.default_rng(5)
+    ability = rng.uniform(0.05, 0.9, 40)
+    plain, better = tallies(rng, ability), tallies(rng, ability, 0.04)
+    assert statistics.interval(plain)[1] > statistics.interval(better)[0]
+    assert statistics.compare(better, plain)["verdict"] == BETTER
+
+
+def test_too_few_prompts_show_nothing():
+    measured = np.array([[100, 200]] * 19)
+    result = statistics.compare(measured, np.array([[100, 10]] * 19))
+    assert result["low"] > 0
+    assert result["verdict"] == UNDECIDED
+
+
+def test_prompts_without_a_step_on_either_side_are_left_out():
+    ours = np.array([[0, 0], [10, 5], [10, 5]])
+    theirs = np.array([[10, 5], [10, 5], [0, 0]])
+    assert statistics.compare(ours, theirs)["prompts"] == 1
+    assert statistics.compare(ours, theirs)["difference"] is None
+
+
+def test_the_same_seed_gives_the_same_interval():
+    measured = tallies(np.random.default_rng(6), np.full(30, 0.3))
+    assert statistics.interval(measured, 7) == statistics.interval(measured, 7) != statistics.interval(measured, 8)
+
+
+def test_agreement_counts_tokens_up_to_the_first_difference():
+    outputs = [[1, 2, 3], [1, 2, 3, 4], [5]]
+    references = [[1, 2, 3], [1, 9, 3, 4], [5, 6, 7]]
+    assert statistics.agreement(outputs, references) == {
+        "prompts": 3,
+        "equal_outputs": pytest.approx(1 / 3),
+        "equal_tokens": pytest.approx((3 + 1 + 1) / 10),
+    }
