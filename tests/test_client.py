@@ -1,0 +1,245 @@
+"""The client against a scripted server: limits, retries, patience."""
+
+import asyncio
+import email.utils
+import resource
+import time
+
+import pytest
+
+from drafter import client
+from drafter.client import Client
+from drafter.config import Server
+from drafter.errors import ConfigError, ResumableError, RowError
+from tests.fakes import FakeServer, Reply, error_body
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", (0.01, 0.05))
+    monkeypatch.setattr(client, "PROBE_SECONDS", (0.02, 0.05))
+
+
+def ask(server: FakeServer, count: int = 1, concurrency: int = 8, timeout: float = 5.0, outage_minutes: float = 0.05):
+    """Send `count` requests together; replies or errors in order, and the client."""
+
+    async def main():
+        settings = Server(kind="external", url=server.url)
+        async with Client(settings, concurrency=concurrency, outage_minutes=outage_minutes) as one:
+            bodies = [BODY | {"seed": i} for i in range(count)]
+            posts = (one.post(CHAT, body, timeout=timeout) for body in bodies)
+            return await asyncio.gather(*posts, return_exceptions=True), one
+
+    return asyncio.run(main())
+
+
+def test_a_reply_comes_as_raw_json_with_reasoning_and_ids():
+    with FakeServer() as server:
+        [reply], _ = ask(server)
+    assert reply["choices"][0]["message"]["reasoning"].startswith("hm ")
+    assert isinstance(reply["prompt_token_ids"], list)
+
+
+def test_exactly_the_configured_number_is_in_flight():
+    """G17"""
+    with FakeServer(lambda call: Reply(b"{}", delay=0.05)) as server:
+        replies, one = ask(server, count=3000, concurrency=1500, timeout=30)
+        assert server.peak_in_flight == one.peak_in_flight == 1500
+    assert replies == [{}] * 3000
+    assert not one.retries
+
+
+def test_too_few_file_descriptors_are_named_before_anything_is_sent():
+    """G17"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        client._need_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        with pytest.raises(ConfigError, match="open files"):
+            client._need_files(hard + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503])
+def test_passing_errors_are_retried(status):
+    script = [Reply(error_body("busy", status), status)] * 2
+    with FakeServer(lambda call: script.pop() if script else None) as server:
+        [reply], one = ask(server)
+    assert reply["choices"]
+    assert one.retries == {f"http_{status}": 2}
+
+
+@pytest.mark.parametrize("then", ["reset", "short"])
+def test_broken_connections_are_retried(then):
+    script = [Reply(b'{"a": 1, "b": 2}', then=then)]
+    with FakeServer(lambda call: script.pop() if script else None) as server:
+        [reply], one = ask(server)
+    assert reply["choices"]
+    assert one.retries == {"disconnected": 1}
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["0.3", email.utils.format_datetime(email.utils.localtime()), "soon"],
+    ids=["seconds", "date", "nonsense"],
+)
+def test_retry_after_is_obeyed(value):
+    script = [Reply(error_body("later", 429), 429, {"retry-after": value})]
+    with FakeServer(lambda call: script.pop() if script else None) as server:
+        [reply], _ = ask(server)
+        first, second = server.chats
+    assert reply["choices"]
+    assert second.at - first.at >= (0.3 if value == "0.3" else 0.0)
+    assert second.at - first.at < 1
+
+
+def test_a_busy_server_costs_a_request_no_attempts():
+    """More refusals than attempts, by a server that is full and says so."""
+    script = [Reply(error_body("busy", 503), 503)] * (client.ATTEMPTS + 3)
+    with FakeServer(lambda call: script.pop() if script else None) as server:
+        [reply], _ = ask(server)
+    assert reply["choices"]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "reason"),
+    [
+        (400, "This model's maximum context length is 2000 tokens", "prompt_too_long"),
+        (400, "min_p is not supported", "request_refused"),
+        (422, "bad field", "request_refused"),
+        (413, "too large", "prompt_too_long"),
+    ],
+)
+def test_other_4xx_are_permanent(status, message, reason):
+    """G14"""
+    with FakeServer(lambda call: Reply(error_body(message, status), status)) as server:
+        [error], _ = ask(server)
+        assert len(server.chats) == 1
+    assert isinstance(error, RowError)
+    assert error.reason == reason
+    assert message in error.detail
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_name_is_the_users_error(status):
+    with FakeServer(lambda call: Reply(error_body("no such model", status), status)) as server:
+        [error], _ = ask(server)
+    assert isinstance(error, ConfigError)
+    assert "no such model" in str(error)
+
+
+def test_an_empty_key_variable_is_named(monkeypatch):
+    monkeypatch.delenv("DRAFTER_TEST_KEY", raising=False)
+    settings = Server(kind="external", url="http://127.0.0.1:1", api_key_env="DRAFTER_TEST_KEY")
+    with pytest.raises(ConfigError, match="DRAFTER_TEST_KEY"):
+        Client(settings, concurrency=1, outage_minutes=1)
+
+
+@pytest.mark.parametrize("data", [b"<html>", b"[1]", b'"x"'])
+def test_a_reply_that_is_no_json_object_costs_its_row_only(data):
+    with FakeServer(lambda call: Reply(data)) as server:
+        [error], _ = ask(server)
+    assert isinstance(error, RowError)
+    assert error.reason == "bad_reply"
+
+
+def test_one_poisoned_request_fails_alone():
+    """G04: HTTP 500 forever for one of ten."""
+
+    def script(call):
+        return Reply(error_body("boom", 500), 500) if call.body["seed"] == 3 else None
+
+    with FakeServer(script) as server:
+        replies, _ = ask(server, count=10, concurrency=2)
+    assert [isinstance(reply, RowError) for reply in replies] == [i == 3 for i in range(10)]
+    assert replies[3].reason == "failed"
+
+
+def test_poisoned_requests_at_the_very_end_do_not_pass_for_an_outage():
+    with FakeServer(lambda call: Reply(error_body("boom", 500), 500)) as server:
+        replies, one = ask(server, count=4, outage_minutes=5)
+    assert [reply.reason for reply in replies] == ["failed"] * 4
+    assert one.outages >= 1
+
+
+def test_a_timeout_hangs_up_is_counted_and_retried():
+    script = [Reply(then="hang")]
+    with FakeServer(lambda call: script.pop() if script else None) as server:
+        [reply], one = ask(server, timeout=0.3)
+        assert server.hung_up == 1
+    assert reply["choices"]
+    assert one.abandoned == 1
+    assert one.retries == {"timeout": 1}
+
+
+def test_an_outage_is_waited_for_and_nothing_is_lost(monkeypatch):
+    """The port is closed while the server restarts; every request waits, then goes on by itself."""
+    monkeypatch.setattr(client, "ATTEMPTS", 2)
+    with FakeServer() as before:
+        port = before._port
+        ask(before)
+
+    async def main():
+        settings = Server(kind="external", url=f"http://127.0.0.1:{port}")
+        async with Client(settings, concurrency=50, outage_minutes=1) as one:
+            tasks = [asyncio.create_task(one.post(CHAT, BODY | {"seed": i}, timeout=5)) for i in range(100)]
+            await asyncio.sleep(0.5)
+            assert one.in_flight <= 1  # the probe alone knocks at a closed door
+            with FakeServer(port=port) as after:
+                replies = await asyncio.gather(*tasks)
+                return replies, one, len(after.chats)
+
+    replies, one, arrived = asyncio.run(main())
+    assert all(reply["choices"] for reply in replies)
+    assert arrived == 100
+    assert one.outages == 1
+
+
+def test_a_dead_engine_behind_a_healthy_api_is_an_outage(monkeypatch):
+    """R01: /health says 200, completions hang."""
+    monkeypatch.setattr(client, "PROBE_TIMEOUT", 0.2)
+
+    def script(call):
+        server.alive = False
+        return Reply(then="hang")
+
+    with FakeServer(script) as server:
+        started = time.monotonic()
+        replies, one = ask(server, count=6, timeout=0.3, outage_minutes=0.02)
+    assert all(isinstance(reply, ResumableError) for reply in replies)
+    assert "run the same command again" in str(replies[0])
+    assert time.monotonic() - started < 10
+
+
+def test_timeouts_then_errors_for_all_trip_the_breaker():
+    """H11"""
+
+    def script(call):
+        if len(server.chats) > 40:
+            server.alive = False
+            return Reply(error_body("EngineDeadError", 500), 500)
+        return Reply(then="hang") if call.body["seed"] % 10 == 0 else None
+
+    with FakeServer(script) as server:
+        replies, one = ask(server, count=200, concurrency=20, timeout=0.3, outage_minutes=0.02)
+        assert len(server.chats) < 120  # the others never left
+    assert any(isinstance(reply, dict) for reply in replies)
+    assert any(isinstance(reply, ResumableError) for reply in replies)
+    assert not any(isinstance(reply, RowError) for reply in replies)
+    assert one.outages == 1
+
+
+def test_a_lone_surrogate_in_a_prompt_can_be_sent():
+    """G10"""
+    with FakeServer() as server:
+
+        async def main():
+            async with Client(Server(kind="external", url=server.url), concurrency=1, outage_minutes=1) as one:
+                return await one.post("/tokenize", {"prompt": "\ud83d"}, timeout=5)
+
+        assert asyncio.run(main())["count"] == 3
