@@ -21,7 +21,7 @@ from drafter.draft import ANSWER, REASONING, Pack
 from drafter.errors import ContractError
 
 INDEX = "index.jsonl"
-OPEN_PACKS = 64  # that a row may still be put into while packing
+WINDOW = 512  # rows packed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +87,28 @@ def _fraction(conv_id: str) -> float:
 
 
 def pack(rows: list[Example], capacity: int, seed: str | None) -> list[list[Example]]:
-    """Rows grouped into packs of at most `capacity` slots; shuffled by `seed`, in order without one."""
+    """Rows grouped into packs of at most `capacity` slots; shuffled by `seed`, in the given order without one.
+
+    Within a window of the shuffled order the longest rows are placed first, each where it first fits.
+    """
     order = list(rows)
     generator = random.Random(seed)
     if seed is not None:
         generator.shuffle(order)
-    done: list[list[Example]] = []
-    open_packs: deque[tuple[list[Example], int]] = deque()  # with the slots still free
-    for row in order:
-        for index, (members, free) in enumerate(open_packs):
-            if row.slots <= free:
-                members.append(row)
-                open_packs[index] = (members, free - row.slots)
-                break
-        else:
-            open_packs.append(([row], capacity - row.slots))
-            if len(open_packs) > OPEN_PACKS:
-                done.append(open_packs.popleft()[0])
-    done += [members for members, _free in open_packs]
+    packs: list[list[Example]] = []
+    for start in range(0, len(order), WINDOW):
+        free: list[int] = []
+        first = len(packs)
+        for row in sorted(order[start : start + WINDOW], key=lambda r: -r.slots):
+            place = next((i for i, space in enumerate(free) if space >= row.slots), len(free))
+            if place == len(free):
+                free.append(capacity)
+                packs.append([])
+            free[place] -= row.slots
+            packs[first + place].append(row)
     if seed is not None:
-        generator.shuffle(done)
-    return done
+        generator.shuffle(packs)
+    return packs
 
 
 @dataclass(frozen=True, slots=True)

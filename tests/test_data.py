@@ -1,0 +1,291 @@
+"""From the index to packs: which guesses carry loss, the split, the order, the loader."""
+
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from drafter import contracts, data
+from drafter.draft import ANSWER, REASONING
+from drafter.errors import ContractError
+from tests import captured
+
+
+def entry(tokens=8, supervised=((3, 8),), name="a", think_end=None):
+    return contracts.IndexEntry(name, name, "test", tokens, tokens, [list(s) for s in supervised], think_end, 0)
+
+
+def guesses(supervised, tokens=8, steps=3):
+    """(position, label, step) of every guess that carries loss: slot `position` guesses token `label`."""
+    depth = data.depths(supervised, tokens, steps)
+    return [(p, p + 2 + k, k) for p in range(tokens) for k in range(steps) if k < depth[p]]
+
+
+# What vLLM asks of a drafter, written out by hand. The row has 8 tokens, 0 1 2 the prompt, 3..7 the response, 7 its
+# end token. Prefill gives states 0..2 and the target samples token 3 itself; the drafter then stands at slot 2 with
+# the state of token 2 and the embedding of token 3, so its guesses are tokens 4, 5 and 6. Nothing follows token 7.
+ONE_RESPONSE = [
+    (2, 4, 0), (2, 5, 1), (2, 6, 2),
+    (3, 5, 0), (3, 6, 1), (3, 7, 2),
+    (4, 6, 0), (4, 7, 1),
+    (5, 7, 0),
+]  # fmt: skip
+
+# Two responses, 1..3 and 5..7: the first guess of each is its second token, and none reaches into the other.
+TWO_RESPONSES = [(0, 2, 0), (0, 3, 1), (1, 3, 0), (4, 6, 0), (4, 7, 1), (5, 7, 0)]
+
+
+def test_loss_is_where_serving_asks_and_nowhere_else():
+    assert guesses([[3, 8]]) == ONE_RESPONSE
+    assert guesses([[1, 4], [5, 8]]) == TWO_RESPONSES
+
+
+def test_a_row_without_a_prompt_begins_at_its_first_slot():
+    assert guesses([[0, 4]]) == [(0, 2, 0), (0, 3, 1), (1, 3, 0)]
+
+
+def test_a_longer_draft_only_adds_steps():
+    four = guesses([[3, 8]], steps=4)
+    assert [g for g in four if g[2] < 3] == ONE_RESPONSE
+    assert [g for g in four if g[2] == 3] == [(2, 7, 3)]
+
+
+def test_where_the_librarys_mask_differs():
+    """speculators gates step k at slot i by whether token i + 1 + k is supervised.
+
+    That adds, for every response, k slots before the first that serving asks at, and one guess past the end token;
+    in this row 3 + 3 guesses on 9.
+    """
+    mask = np.zeros(8, dtype=bool)
+    mask[3:] = True
+    shifted = mask[1:]
+    library = [(i, i + 2 + k, k) for i in range(7) for k in range(3) if i + k < 7 and shifted[i + k]]
+    extra = sorted(set(library) - set(ONE_RESPONSE))
+    assert set(ONE_RESPONSE) <= set(library)
+    assert [g for g in extra if g[1] < 8] == [(0, 4, 2), (1, 4, 1), (1, 5, 2)]
+    assert [g for g in extra if g[1] >= 8] == [(4, 8, 2), (5, 8, 1), (6, 8, 0)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "supervised", "reason"),
+    [
+        (1, [[0, 1]], "too_short"),
+        (2, [[0, 2]], "too_short"),
+        (8, [[7, 8]], "no_supervised_tokens"),
+        (8, [], "no_supervised_tokens"),
+        (40, [[33, 38]], "no_supervised_tokens"),  # all of it beyond the cut
+    ],
+)
+def test_rows_with_nothing_to_learn_are_counted(tokens, supervised, reason):
+    """T01, T02, T06"""
+    counts = contracts.Counts(total=2)
+    rows = data.examples([entry(tokens, supervised), entry(name="b")], 32, 3, counts)
+    assert [row.entry.row_id for row in rows] == ["b"]
+    assert counts.rejected == {reason: 1}
+
+
+def test_a_cut_row_keeps_what_is_before_the_cut():
+    """T02"""
+    row = data.examples([entry(40, [[10, 38]])], 16, 3, contracts.Counts(total=1))[0]
+    assert row.supervised == [[10, 16]]
+    assert row.asked == (5, 4, 3)
+    assert row.slots == 15  # slot 13 is the last anchor, slot 14 its teacher
+
+
+def test_three_steps_on_a_row_of_three_tokens():
+    """T06"""
+    row = data.examples([entry(3, [[0, 3]])], 32, 3, contracts.Counts(total=1))[0]
+    assert row.asked == (1, 0, 0)
+
+
+def rows_of(lengths):
+    entries = [entry(n, [[2, n]], name=f"{i:04d}") for i, n in enumerate(lengths)]
+    return data.examples(entries, 128, 3, contracts.Counts(total=len(entries)))
+
+
+def test_every_row_is_in_one_pack_and_no_pack_is_too_full():
+    generator = random.Random(0)
+    rows = rows_of([generator.randint(3, 128) for _ in range(500)])
+    packs = data.pack(rows, 128, "seed")
+    assert sorted(r.entry.row_id for p in packs for r in p) == [r.entry.row_id for r in rows]
+    filled = [sum(r.slots for r in p) for p in packs]
+    assert max(filled) <= 128
+    assert sum(filled) / (128 * len(packs)) > 0.95
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    rows = rows_of([20 + i % 50 for i in range(60)])
+    order = data.Plan(rows, 128, 4, 2, seed=0)
+    again = data.Plan(rows, 128, 4, 2, seed=0)
+    other = data.Plan(rows, 128, 4, 2, seed=1)
+    assert [s.packs for s in order.steps] == [s.packs for s in again.steps]
+    assert [s.packs for s in order.steps] != [s.packs for s in other.steps]
+    half = len(order.steps) // 2
+    assert order.steps[0].packs != order.steps[half].packs
+    longer = data.Plan(rows, 128, 4, 3, seed=0)
+    assert [s.packs for s in longer.steps[: len(order.steps)]] == [s.packs for s in order.steps]
+    assert longer.fingerprint == order.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_rank_takes_the_same_number_of_packs(world):
+    """T03"""
+    for step in data.Plan(rows_of([30] * 25), 64, 5, 1, seed=0).steps:
+        shares = [step.share(rank, world) for rank in range(world)]
+        assert len({len(share) for share in shares}) == 1
+        real = [members for share in shares for members, counts in share if counts]
+        assert sorted(map(id, real)) == sorted(map(id, step.packs))
+
+
+def test_a_conversation_is_on_one_side_and_stays_there():
+    """G27"""
+    entries = [contracts.IndexEntry(f"{i}", f"conv{i // 3}", "test", 8, 8, [[3, 8]], None, 0) for i in range(300)]
+    rows = data.examples(entries, 32, 3, contracts.Counts(total=300))
+    train, held = data.split(rows, 0.2)
+    sides = [{r.entry.conv_id for r in side} for side in (train, held)]
+    assert not sides[0] & sides[1]
+    assert len(train) + len(held) == 300
+    assert 0.1 < len(held) / 300 < 0.3
+    fewer = data.split(rows[:150], 0.2)[1]
+    assert {r.entry.conv_id for r in fewer} <= sides[1]
+
+
+def test_a_tiny_set_still_has_something_to_validate_on():
+    train, held = data.split(rows_of([20, 20, 20]), 0.01)
+    assert (len(train), len(held)) == (2, 1)
+
+
+@pytest.fixture
+def stage(tmp_path):
+    entries = [
+        captured.write_row(tmp_path, 0, 12, [[4, 12]], think_end=7),
+        captured.write_row(tmp_path, 1, 20, [[3, 9], [14, 20]]),
+    ]
+    return tmp_path, data.examples(entries, 64, 3, contracts.Counts(total=2))
+
+
+def reader(folder, reasons=False):
+    return data.Reader(folder, captured.LAYER_IDS, 3, reasons, pin=False)
+
+
+def test_a_pack_holds_what_each_slot_is_asked_with(stage):
+    from drafter import states
+
+    folder, rows = stage
+    pack = reader(folder).read(rows)
+    start = anchor = 0
+    for row in rows:
+        original = states.read_states(folder / row.entry.path)
+        ids = original.token_ids
+        slots = slice(start, start + row.slots)
+        assert torch.equal(pack.states[slots, :-1], original.aux[: row.slots])
+        assert torch.equal(pack.input_ids[start : start + row.slots - 1], ids[1 : row.slots])
+        assert pack.positions[slots].tolist() == list(range(row.slots))
+        count = row.slots - row.first
+        own = slice(anchor, anchor + count)
+        assert (pack.anchors[own] - start).tolist() == list(range(row.first, row.slots))
+        depth = data.depths(row.supervised, len(ids), 3)
+        assert pack.depth[own].tolist() == depth[row.first : row.slots].tolist()
+        teacher = pack.teacher_states(torch.bfloat16)[own]
+        for place, slot in enumerate(range(row.first, row.slots)):
+            if depth[slot]:
+                assert pack.labels[own][place] == ids[slot + 2]
+                assert torch.equal(teacher[place], original.final[slot + 1])
+        start, anchor = start + row.slots, anchor + count
+    assert pack.depth[-1] == 0  # the last slot lends its state to the last guess and asks for nothing
+
+
+def test_reasoning_ends_at_its_end_token(stage):
+    folder, rows = stage
+    by_tokens = sorted(rows, key=lambda row: row.entry.tokens)
+    pack = reader(folder).read(by_tokens[:1])
+    labels = pack.anchors + 2
+    assert pack.region.tolist() == [REASONING if label <= 7 else ANSWER for label in labels]
+    cut_in_reasoning = reader(folder, reasons=True).read(by_tokens[1:])
+    assert set(cut_in_reasoning.region.tolist()) == {REASONING}
+
+
+def test_a_stand_in_asks_for_nothing(stage):
+    """T03"""
+    folder, rows = stage
+    assert reader(folder).read(rows, counts=False).depth.sum() == 0
+
+
+def test_compact_files_give_nearly_the_same_input(tmp_path):
+    rows, inputs = [], []
+    for dtype in ("bf16", "fp8"):
+        made = captured.write_row(tmp_path / dtype, 3, 16, [[4, 16]], dtype=dtype)
+        rows = data.examples([made], 64, 3, contracts.Counts(total=1))
+        pack = reader(tmp_path / dtype).read(rows)
+        inputs.append((pack.drafter_input(torch.float32), pack.teacher_states(torch.float32)))
+    assert torch.equal(inputs[0][1], inputs[1][1])
+    torch.testing.assert_close(inputs[0][0], inputs[1][0], rtol=0.07, atol=0.01)
+
+
+def test_files_that_are_not_what_the_index_says_are_refused(tmp_path):
+    """H06"""
+    made = captured.write_row(tmp_path, 0, 12, [[4, 12]])
+    rows = data.examples([made], 64, 3, contracts.Counts(total=1))
+    with pytest.raises(ContractError, match=r"holds layers \[2, 4, 5, 8\], target.layer_ids is \[2, 4, 6, 8\]"):
+        data.Reader(tmp_path, (2, 4, 6, 8), 3, False, False).read(rows)
+    longer = contracts.IndexEntry(**{**made.to_record(), "tokens": 13})
+    rows = data.examples([longer], 64, 3, contracts.Counts(total=1))
+    with pytest.raises(ContractError, match="holds 12 tokens, the index says 13"):
+        reader(tmp_path).read(rows)
+    with pytest.raises(ContractError, match="holds 12 tokens, the index says 13"):
+        data.token_counts(rows, tmp_path, captured.VOCAB)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
+    """T11"""
+    made = captured.write_row(tmp_path, 0, 12, [[4, 12]], vocab=10_000)
+    rows = data.examples([made], 64, 3, contracts.Counts(total=1))
+    with pytest.raises(ContractError, match="outside the target's vocabulary"):
+        data.token_counts(rows, tmp_path, captured.VOCAB)
+
+
+def test_only_guessed_tokens_are_counted(stage):
+    from drafter import states
+
+    folder, rows = stage
+    counts = data.token_counts(rows, folder, captured.VOCAB)
+    expected = np.zeros(captured.VOCAB, dtype=int)
+    for row in rows:
+        ids = states.read_states(folder / row.entry.path).token_ids.tolist()
+        for start, end in row.supervised:
+            for token in ids[start + 1 : end]:
+                expected[token] += 1
+    assert counts.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_the_loader_keeps_the_order_and_bounds_what_it_holds(tmp_path, workers):
+    entries = [captured.write_row(tmp_path, i, 20, [[4, 20]]) for i in range(12)]
+    rows = data.examples(entries, 64, 3, contracts.Counts(total=12))
+    held, source = reader(tmp_path), []
+
+    class Watched(data.Reader):
+        def read(self, members, counts=True):
+            source.append(members)
+            return held.read(members, counts)
+
+    loader = data.Loader(Watched(tmp_path, captured.LAYER_IDS, 3, False, False), torch.device("cpu"), workers)
+    taken = 0
+    for pack, row in zip(loader.packs(([row], True) for row in rows), rows, strict=True):
+        assert torch.equal(pack.states, held.read([row]).states)
+        taken += 1
+        time.sleep(0.01)
+        assert len(source) <= taken + workers + 1
+    assert taken == 12
+
+
+def test_a_broken_file_reaches_the_consumer(tmp_path):
+    made = captured.write_row(tmp_path, 0, 20, [[4, 20]])
+    rows = data.examples([made], 64, 3, contracts.Counts(total=1))
+    os.truncate(tmp_path / made.path, 2000)
+    loader = data.Loader(reader(tmp_path), torch.device("cpu"), 2)
+    with pytest.raises(ContractError):
+        list(loader.packs([(rows, True)]))
