@@ -126,9 +126,10 @@ def _cells(results: Results) -> dict[tuple, dict[str, dict[str, Decoded]]]:
 
 
 def _comparisons(results: Results, think_end: int | None, seed: int) -> Iterator[dict[str, Any]]:
-    """Every drafter against those named before it, on the prompts both have answered."""
+    """Every pair of drafters, on the prompts both have answered."""
     for (concurrency, tokens, temperature), by_drafter in _cells(results).items():
-        for baseline, drafter in combinations(by_drafter, 2):
+        # This run's drafter is the one to be judged, wherever it is named.
+        for baseline, drafter in combinations(sorted(by_drafter, key=lambda label: label == RUN), 2):
             ours, theirs = by_drafter[drafter], by_drafter[baseline]
             sets = [name for name in ours if name in theirs]
             for name in ([ALL_SETS] if len(sets) > 1 else []) + sets:
@@ -190,9 +191,8 @@ def _headline(results: Results, comparisons: list[dict], think_end: int | None, 
     first = next(iter(cells), None)
     by_drafter = cells.get(first, {})
     drafter = RUN if RUN in by_drafter else next(reversed(by_drafter), NONE)
-    baseline = WARM_START if WARM_START in by_drafter else next(iter(by_drafter), None)
-    if baseline == drafter:
-        baseline = None
+    rivals = [label for label in by_drafter if label != drafter]
+    baseline = WARM_START if WARM_START in rivals else next(iter(rivals), None)
     found = next(
         (c for c in comparisons if (c["drafter"], c["baseline"]) == (drafter, baseline) and c["part"] == "all"), None
     )

@@ -107,8 +107,10 @@ def test_without_a_rival_the_verdict_says_so_and_speed_decides():
 
 
 def test_another_folder_is_the_baseline_when_there_is_no_warm_start():
-    headline = report({unit("/x/model"): decoded(0.3), unit("run"): decoded(0.6)})["headline"]
-    assert (headline["baseline"], headline["verdict"]) == ("/x/model", "better")
+    results = {unit("/x/model"): decoded(0.3), unit("run"): decoded(0.6)}
+    for listed in (results, dict(reversed(results.items()))):
+        headline = report(listed)["headline"]
+        assert (headline["drafter"], headline["baseline"], headline["verdict"]) == ("run", "/x/model", "better")
 
 
 def test_drafters_are_compared_on_the_prompts_both_answered():

@@ -1,0 +1,271 @@
+"""Stage 06: what is measured, what is left out, what is never measured twice."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CPU_CONFIG, free_port
+from safetensors.torch import save_file
+from tiny_models import make_drafter
+
+from drafter import acceptance, artifacts, comparison, config, contracts, draft, export, native, prompt_sets, stage
+from drafter.decoding import Counters, Decoded, Reply
+from drafter.errors import ConfigError, ContractError, ResumableError
+from drafter.verifier import read_verifier
+
+PROMPTS = 24
+
+
+@pytest.fixture(scope="module")
+def repeater(model, tmp_path_factory) -> Path:
+    """A drafter for SmolLM2 that reads a late layer through the target's own head: right where tokens repeat."""
+    target = config.load(CPU_CONFIG).target
+    settings = draft.scratch_config(target, 8192, 64)
+    weights = draft.scratch_weights(settings, read_verifier(model), torch.arange(8192), seed=0)
+    for silent in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+        weights[silent].zero_()
+    hidden = settings["hidden_size"]
+    weights["fc.weight"] = torch.cat([torch.zeros(hidden, 2 * hidden), torch.eye(hidden)], 1)
+    folder = tmp_path_factory.mktemp("drafters") / "repeater"
+    export.write(folder, weights, settings, target)
+    return folder
+
+
+def held_out(run: config.Config) -> None:
+    path = run.stage_dir("01b_synthetic") / "held_out.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    questions = [[{"role": "user", "content": f"Repeat the word seven {n} times."}] for n in range(3, 3 + PROMPTS)]
+    records = [
+        {"conv_id": contracts.conv_id(messages), "source": "t", "messages": messages, "tools": None}
+        for messages in questions
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def make_run(tmp_path: Path, drafter: Path, *overrides: str) -> config.Config:
+    """A run whose export is `drafter` and whose warm start is the same."""
+    run = config.load(
+        CPU_CONFIG,
+        [
+            f"run.dir={tmp_path}",
+            "run.name=r",
+            f"train.warm_start={drafter}",
+            "train.draft_vocab_size=null",
+            f"servers.evaluate.url=http://127.0.0.1:{free_port()}",
+            "acceptance.drafters=[none, warm_start, run]",
+            "acceptance.cells=[{concurrency: 8, temperature: 0}]",
+            f"acceptance.max_prompts={PROMPTS}",
+            "acceptance.max_tokens=24",
+            *overrides,
+        ],
+    )
+    held_out(run)
+    if not export.folder(run).exists():
+        weights, settings = native.read(drafter)
+        export.write(export.folder(run), weights, settings, run.target, drafter)
+        facts = {"question": {}, "facts": {}, "versions": {}}
+        artifacts.write_json(run.stage_dir("05_export") / "manifest.json", facts)
+    return run
+
+
+def the_stage(run: config.Config, name: str = "06_acceptance") -> stage.Stage:
+    return stage.Stage(name, run, argparse.Namespace(limit=None, dry_run=False))
+
+
+def units(run: config.Config) -> list[comparison.Unit]:
+    return acceptance.plan_units(run, acceptance.find_drafters(run), prompt_sets.read(run))
+
+
+def fake_result(skipped: int = 0) -> dict:
+    replies = [Reply(f"c{n}", [1, 2, 3], [1, 2], "stop", 1.0, 0.1, False) for n in range(30)]
+    return Decoded(replies, Counters(30, 90, 30, [30, 0, 0]), 5.0, {}, skipped).to_record()
+
+
+def store(run: config.Config, unit: comparison.Unit, record: dict) -> None:
+    path = acceptance.unit_path(the_stage(run), unit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    artifacts.write_json(path, record)
+
+
+@pytest.fixture
+def drafter(model, tmp_path) -> Path:
+    return make_drafter(model, tmp_path / "random", draft_vocab_size=4096)
+
+
+def test_a_unit_is_known_by_everything_it_depends_on(tmp_path, drafter):
+    """Another temperature, draft length, token limit, prompt or weight is another measurement."""
+    base = {unit.key for unit in units(make_run(tmp_path, drafter))}
+    assert len(base) == 3
+    for change in (
+        "acceptance.cells=[{concurrency: 8, temperature: 0.5}]",
+        "acceptance.cells=[{concurrency: 4, temperature: 0}]",
+        "acceptance.max_tokens=25",
+        "generate.top_p=0.9",
+        f"acceptance.max_prompts={PROMPTS - 1}",
+    ):
+        assert base.isdisjoint(unit.key for unit in units(make_run(tmp_path, drafter, change))), change
+    longer = {
+        u.key
+        for u in units(make_run(tmp_path, drafter, "acceptance.cells=[{temperature: 0, num_speculative_tokens: 4}]"))
+    }
+    assert len(base & longer) == 1  # decoding without a drafter has no draft length
+    other = make_drafter(config.load(CPU_CONFIG).target.model, tmp_path / "other", 4096, seed=9)
+    changed = {unit.key for unit in units(make_run(tmp_path, drafter, f"acceptance.drafters=[none, {other}, run]"))}
+    assert len(base & changed) == 2
+
+
+def test_the_same_weights_under_two_names_are_measured_twice(tmp_path, drafter):
+    """That is what makes an A/A comparison."""
+    run = make_run(tmp_path, drafter)
+    assert [unit.drafter for unit in units(run)] == ["none", "warm_start", "run"]
+
+
+def test_the_first_cell_of_every_drafter_comes_before_the_second_of_any(tmp_path, drafter):
+    cells = "[{concurrency: 8}, {concurrency: 1}, {concurrency: 8, num_speculative_tokens: 5}]"
+    planned = [
+        (u.drafter, u.concurrency, u.num_speculative_tokens)
+        for u in units(make_run(tmp_path, drafter, f"acceptance.cells={cells}"))
+    ]
+    assert planned == [
+        ("none", 8, 0), ("warm_start", 8, 3), ("run", 8, 3),
+        ("none", 1, 0), ("warm_start", 1, 3), ("run", 1, 3),
+        ("warm_start", 8, 5), ("run", 8, 5),
+    ]  # fmt: skip
+
+
+def test_a_run_from_scratch_passes_over_the_warm_start(tmp_path, drafter):
+    run = make_run(tmp_path, drafter)
+    scratch = run.model_copy(update={"train": run.train.model_copy(update={"warm_start": None})})
+    assert list(acceptance.find_drafters(scratch)) == ["none", "run"]
+
+
+def test_a_folder_that_is_no_drafter_is_refused_before_any_server_starts(tmp_path, drafter):
+    """X02: 06 does not serve what 05 would refuse."""
+    run = make_run(tmp_path, drafter, f"acceptance.drafters=[none, {tmp_path / 'nowhere'}]")
+    with pytest.raises(ConfigError, match="no drafter at"):
+        acceptance.run(the_stage(run))
+    weights, settings = native.read(drafter)
+    del weights["lm_head.weight"]
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / native.CONFIG).write_text(json.dumps(settings))
+    save_file(weights, broken / native.WEIGHTS)
+    run = make_run(tmp_path, drafter, f"acceptance.drafters=[none, {broken}]")
+    with pytest.raises(ContractError, match="lm_head.weight is missing"):
+        acceptance.run(the_stage(run))
+    assert not (run.stage_dir("06_acceptance") / "units").exists()
+
+
+def test_sampling_is_sent_in_full_and_the_seed_is_the_prompts(tmp_path, drafter):
+    """G23: a server takes what is not said from the model's generation_config.json."""
+    run = make_run(tmp_path, drafter, "target.chat_template_kwargs={thinking: true}")
+    record = prompt_sets.read(run)["held_out"][0]
+    body = acceptance.body(run, acceptance.sampling(run, run.acceptance.cells[0]), record)
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"):
+        assert isinstance(body[name], int | float), name
+    assert body["chat_template_kwargs"] == {"thinking": True}
+    assert body["return_token_ids"] is True
+    assert body == acceptance.body(run, acceptance.sampling(run, run.acceptance.cells[0]), record)
+
+
+def test_what_is_measured_is_not_measured_again(tmp_path, drafter):
+    """No server is there to be started, so anything but the stored results would fail."""
+    run = make_run(tmp_path, drafter, "servers.evaluate.kind=external")
+    for unit in units(run):
+        store(run, unit, fake_result())
+    assert acceptance.plan(the_stage(run))["pending"] == 1  # the summary is not written yet
+    summary = acceptance.run(the_stage(run))
+    assert (summary["status"], summary["out"]) == ("complete", 3)
+    assert acceptance.plan(the_stage(run))["pending"] == 0
+    report = json.loads((run.stage_dir("06_acceptance") / "acceptance.json").read_text())
+    assert [m["drafter"] for m in report["measurements"]] == ["none", "warm_start", "run"]
+    assert report["prompt_sets"][0]["prompts"] == PROMPTS
+
+
+def test_what_the_budget_cut_short_is_pending_and_said(tmp_path, drafter):
+    run = make_run(tmp_path, drafter, "servers.evaluate.kind=external", "acceptance.drafters=[warm_start, run]")
+    first, second = units(run)
+    store(run, first, fake_result())
+    store(run, second, fake_result(skipped=4))
+    assert acceptance.plan(the_stage(run))["pending"] == 1
+    with pytest.raises(ConfigError, match="servers.evaluate.kind"):
+        acceptance.run(the_stage(run))
+
+
+def test_a_budget_that_allows_nothing_is_resumable_and_not_a_success(tmp_path, drafter):
+    run = make_run(tmp_path, drafter, "acceptance.budget_minutes=1e-9")
+    with pytest.raises(ResumableError, match="budget_minutes"):
+        acceptance.run(the_stage(run))
+
+
+def test_a_broken_result_is_named(tmp_path, drafter):
+    run = make_run(tmp_path, drafter)
+    unit = units(run)[0]
+    store(run, unit, {"replies": []})
+    with pytest.raises(ContractError, match=f"{unit.key}.json is broken"):
+        acceptance.run(the_stage(run))
+
+
+def test_a_dry_run_says_what_is_missing(tmp_path, drafter):
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "run.name=new"])
+    plan = acceptance.plan(the_stage(run))
+    assert plan["pending"] == 2
+    assert "no held-out prompts" in plan["findings"][0]
+
+
+@pytest.mark.parametrize("name", ["grid", "published"])
+def test_the_shipped_settings_lie_over_any_config(name):
+    overlay = f"acceptance=@configs/acceptance/{name}.yaml"
+    for path in sorted((config.ROOT / "configs").glob("*.yaml")):
+        loaded = config.load(path, [overlay])
+        assert loaded.acceptance.drafters == ("none", "warm_start", "run")
+        assert config.load(path).target == loaded.target
+
+
+def script(name: str, run: config.Config, tmp_path: Path, *arguments: str) -> tuple[int, dict, str]:
+    path = tmp_path / "resolved.yaml"
+    path.write_text(run.dump())
+    line = [sys.executable, str(config.ROOT / name), "--config", str(path), *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=500)
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.vllm
+def test_an_a_a_comparison_served_by_vllm(tmp_path, repeater):
+    """The same weights as warm start and as run: lengths from real counters, streams that match, no verdict."""
+    run = make_run(tmp_path, repeater, "target.think_end=30")  # a full stop ends what stands for reasoning here
+    code, summary, talk = script("06_measure_acceptance.py", run, tmp_path)
+    assert code == 0, talk
+    assert summary["facts"]["verdict"] == "no difference shown"
+    assert summary["facts"]["recommended"] == "warm_start"
+    report = json.loads((run.stage_dir("06_acceptance") / "acceptance.json").read_text())
+    none, warm, ours = report["measurements"]
+    for m in (warm, ours):
+        assert m["streams_agree"]
+        assert 1 < m["low"] <= m["acceptance_length"] <= m["high"] < 4
+        assert len(m["per_position"]) == 3
+        assert m["acceptance_length"] == pytest.approx(1 + sum(m["per_position"]))
+        assert m["reasoning_length"] or m["answer_length"]
+        assert m["speed_up"] == pytest.approx(m["tokens_per_second"] / none["tokens_per_second"])
+    assert none["output_tokens"] > 0
+    greedy = {row["drafter"]: row for row in report["greedy_agreement"]}
+    assert greedy["run"]["equal_tokens"] > 0.5  # the same model, up to what batching does to sums
+    assert f"{ours['acceptance_length']:.3f}" in (export.folder(run) / "README.md").read_text()
+
+    again, summary, talk = script("06_measure_acceptance.py", run, tmp_path)
+    assert (again, summary["out"]) == (0, 3)
+    assert "everything asked for is measured already" in talk
+
+
+@pytest.mark.vllm
+def test_smoke_refuses_a_drafter_that_nothing_is_accepted_from(tmp_path, drafter):
+    """X02, X04: it loads, it answers 200, and its acceptance length is 1.00."""
+    run = make_run(tmp_path, drafter)
+    code, summary, _talk = script("05_export_checkpoint.py", run, tmp_path, "--smoke")
+    assert code == 1
+    assert "none of its" in summary["error"]
+    assert str(drafter) in summary["error"]
