@@ -34,6 +34,7 @@ RETRIED = frozenset({"failed", "conversation_ended"})  # by the next run after o
 FAILURES_ALLOWED = 5  # before their share means anything
 TIMEOUT_SECONDS = 60.0  # beside the time that max_tokens take at the floor rate
 MUTE_ROWS = 20  # thinking rows without any reasoning before the run is stopped
+FRAME_TOKENS = 64  # what a template may put around one message
 DRAIN = 16  # times the concurrency: how many requests at the end are ordered by expected length
 
 
@@ -90,6 +91,10 @@ async def preflight(client: Client, config: Config) -> int:
     try:
         rows.read_reply(await client.post(CHAT, body, timeout=_timeout(config.generate)), request, {}, target)
     except RowError as error:
+        if error.reason == "failed":
+            raise ResumableError(
+                f"the server answers no request ({error.detail}); bring it up and run again"
+            ) from None
         hint = {
             "bad_reply": "vLLM 0.26 and newer return token ids with every reasoning parser",
             "prompt_mismatch": "correct target.prompt_suffix or target.chat_template_kwargs",
@@ -237,11 +242,10 @@ class Generation:
         return rows.read_reply(reply, request, sampling(self.settings, request.row_id), self.config.target)
 
     async def _refuse_too_long(self, request: Request, body: dict) -> None:
-        """A token is at least a byte, so only prompts with more bytes than the context has tokens are counted."""
-        if (
-            sum(len((message["content"] or "").encode(errors="replace")) for message in body["messages"])
-            < self.context
-        ):
+        """A token is at least a byte, so only prompts of more bytes than the context has tokens are counted."""
+        texts = [message["content"] or "" for message in body["messages"]]
+        most = sum(len(text.encode(errors="replace")) + FRAME_TOKENS for text in [*texts, json.dumps(request.tools)])
+        if most < self.context:
             return
         ids = await replay.tokenize(
             self.client,
@@ -375,6 +379,7 @@ def prepare(stage: Stage) -> Work:
     """Claim the folder, materialise the mix, find what is left to do."""
     before = read_manifest(stage.folder) or {}
     stage.begin(QUESTION)
+    rows.keep_whole_rows(stage.folder / rows.JOURNAL)
     stage.facts |= before.get("facts", {})
     meta = prompts.materialise(stage.config, stage.folder)
     stage.facts |= {"prompts_sha256": meta["sha256"], "sources": meta["sources"]}
@@ -411,7 +416,7 @@ def conclude(stage: Stage) -> dict:
     artifacts.write_text(
         stage.folder / PENDING, "".join(json.dumps({"row_id": r.row_id, "source": r.source}) + "\n" for r in left)
     )
-    stage.facts["rows"] = summary = summarise(rows.read_rows(stage.folder))
+    stage.facts["rows"] = summary = summarise(rows.read_rows(stage.folder, stage.args.limit))
     say("rows written\n%s", show(summary))
     done, least = stage.counts.done, stage.config.generate.min_rows
     if left and stage.args.deadline:

@@ -107,7 +107,7 @@ def may_continue(row: Row) -> bool:
 
 
 class Store:
-    """Shards of finished rows and the journal that becomes the next one."""
+    """Shards of finished rows and the journal that becomes the next one; `keep_whole_rows` comes first."""
 
     def __init__(self, folder: Path, rows_per_shard: int):
         self.folder = folder
@@ -116,7 +116,6 @@ class Store:
 
     def _open(self) -> None:
         path = self.folder / JOURNAL
-        _keep_whole_rows(path)
         self._in_journal = sum(1 for _ in artifacts.read_jsonl(path)) if path.exists() else 0
         self._journal = artifacts.Journal(path)
 
@@ -147,7 +146,7 @@ def publish_journal(folder: Path) -> None:
     (folder / JOURNAL).unlink()
 
 
-def _keep_whole_rows(path: Path) -> None:
+def keep_whole_rows(path: Path) -> None:
     """Cut the journal before its first line that is no row: what a crash of the machine leaves may be zeros."""
     if not path.exists():
         return
@@ -174,9 +173,12 @@ def row_files(folder: Path) -> list[Path]:
     return [*shards(folder), *([journal] if journal.exists() else [])]
 
 
-def read_rows(folder: Path) -> Iterator[Row]:
-    """Every row on disk that is still asked for, in no particular order. Raises ContractError on a broken one."""
-    asked = set(Requests(folder / prompts.PROMPTS).ids)
+def read_rows(folder: Path, limit: int | None = None) -> Iterator[Row]:
+    """Every row on disk that is still asked for (by the first `limit` requests), in no particular order.
+
+    Raises ContractError on a broken one.
+    """
+    asked = set(Requests(folder / prompts.PROMPTS, limit).ids)
     for path in row_files(folder):
         for record in artifacts.read_jsonl(path):
             row = Row.from_record(record)
@@ -197,9 +199,10 @@ def answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
 
 def done_ids(folder: Path) -> set[bytes]:
     """Ids of all rows on disk. A row begins with its id, so nothing is parsed."""
-    start = len('{"row_id":"')
+    opening = b'{"row_id":"'
+    place = slice(len(opening), len(opening) + 32)
     found = set()
     for path in row_files(folder):
         with open(path, "rb") as file:
-            found.update(bytes.fromhex(line[start : start + 32].decode()) for line in file if line.endswith(b"\n"))
+            found.update(bytes.fromhex(line[place].decode()) for line in file if line.startswith(opening))
     return found

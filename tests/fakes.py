@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -139,6 +140,7 @@ class FakeServer:
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def __enter__(self) -> "FakeServer":
+        sys.setswitchinterval(1e-4)  # two event loops on one interpreter lock would wait 5 ms for each other
         self._thread.start()
         self._started.wait(10)
         return self
