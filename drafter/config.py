@@ -229,7 +229,7 @@ class Cell(Section):
 class Acceptance(Section):
     held_out: PositiveInt = 40  # conversations of the run's own sources kept out of training
     prompts: tuple[Source, ...] = ()  # instead of the held-out slice
-    drafters: tuple[str, ...] = ("none", "warm_start", "run")  # or the path of any native folder
+    drafters: tuple[str, ...] = ("warm_start", "run")  # also "none", and the path of any native folder
     cells: tuple[Cell, ...] = (Cell(),)
     max_tokens: PositiveInt = 1024
     max_prompts: PositiveInt = 40  # of each prompt set

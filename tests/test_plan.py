@@ -90,7 +90,7 @@ def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monke
     text = plan.page(kimi, rates.profile(BOX), plan.parse_deadline("09:30", now), now)
     for count in ("5,000", "10,000", "25,000", "50,000"):
         assert f"\n{count} " in text
-    assert "10,000 rows on 8x RTX PRO 6000" in text and "done Mon 09:" in text
+    assert "10,000 rows on 8x RTX PRO 6000" in text and "done Mon 08:" in text
     assert "2.14 TiB" in text and "lacks" in text and "h late" in text
     assert "proposal: 10,000 rows, max_seq_len 8192, bf16" in text
     assert "8x B300" in text and "USD" in text
