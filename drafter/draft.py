@@ -338,7 +338,9 @@ def scratch_config(target: Target, draft_vocab_size: int | None, intermediate_si
 def scratch_weights(
     config: dict[str, Any], verifier: Verifier, vocabulary: Tensor | None, seed: int
 ) -> dict[str, Tensor]:
-    """First weights of a drafter made from nothing: the target's head and norm, the rest small and random.
+    """First weights of a drafter made from nothing: it begins as the target's head on its last auxiliary layer.
+
+    States of a trained model have a few huge components, so a random `fc` would begin far off any sensible scale.
 
     `vocabulary` [D] holds the drafted token ids in ascending order; None drafts the whole vocabulary.
     """
@@ -354,14 +356,14 @@ def scratch_weights(
         "midlayer.self_attn.q_proj.weight": normal(heads, 2 * hidden),
         "midlayer.self_attn.k_proj.weight": normal(kv_heads, 2 * hidden),
         "midlayer.self_attn.v_proj.weight": normal(kv_heads, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": normal(hidden, heads),
+        "midlayer.self_attn.o_proj.weight": torch.zeros(hidden, heads),
         "midlayer.mlp.gate_proj.weight": normal(inner, hidden),
         "midlayer.mlp.up_proj.weight": normal(inner, hidden),
-        "midlayer.mlp.down_proj.weight": normal(hidden, inner),
+        "midlayer.mlp.down_proj.weight": torch.zeros(hidden, inner),
         "midlayer.input_layernorm.weight": torch.ones(hidden),
         "midlayer.hidden_norm.weight": torch.ones(hidden),
         "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
-        "fc.weight": normal(hidden, aux * hidden),
+        "fc.weight": torch.cat([torch.zeros(hidden, (aux - 1) * hidden), torch.eye(hidden)], 1),
         "norm.weight": verifier.norm.float(),
     }
     if vocabulary is None:
