@@ -178,3 +178,9 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+if __name__ == "__main__":
+    from drafter.disk import main  # what may go depends on configs and manifests, which stand above this module
+
+    raise SystemExit(main())

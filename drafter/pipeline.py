@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from drafter import artifacts, config, default_model, gpu, plan, process, server
+from drafter import artifacts, config, default_model, gpu, plan, process, report, server
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
 
 log = logging.getLogger("drafter")
@@ -104,6 +104,7 @@ class Pipeline:
             server.up(self.config, step.role)
         status = "failed" if code else "complete"
         self._note(step, status=status, seconds=round(time.time() - started, 1), exit_code=code)
+        self._report()
         if code:
             self._event("failure", step)
             log.info("%s failed with exit code %d; the same command continues there", step.stage, code)
@@ -256,7 +257,12 @@ class Pipeline:
             if error:
                 self.state["error"] = error
             self._save()
+            self._report()
             self._event("finish" if status == "complete" else status)
+
+    def _report(self) -> None:
+        with _only_logged("report.html"):
+            report.write(self.config)
 
     def _save(self) -> None:
         self.state |= {"pid": os.getpid(), "updated": time.time()}
@@ -280,7 +286,7 @@ def state_path(run_config: config.Config) -> Path:
 def _only_logged(what: str) -> Iterator[None]:
     try:
         yield
-    except (StageError, OSError, subprocess.SubprocessError) as error:
+    except Exception as error:
         log.info("%s: %s", what, error)
 
 

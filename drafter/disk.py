@@ -1,0 +1,168 @@
+"""What runs hold on the data volume, and what of it can go.
+
+By hand: `python -m drafter.artifacts du|clean --config FILE`. `clean` proposes; `--yes` frees.
+"""
+
+import argparse
+import logging
+import shutil
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from drafter import artifacts, config, stage
+from drafter.errors import ConfigError, StageError
+
+log = logging.getLogger("drafter")
+
+# What a later stage no longer needs, and the stage whose completion makes it so.
+FREED_BY = {"02_hidden_states": "05_export", "04_train": "05_export"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """One stage folder of one run."""
+
+    run: Path
+    stage: config.StageName
+    bytes: int
+    status: str
+    proposed: bool
+    why: str
+
+    @property
+    def folder(self) -> Path:
+        return self.run / self.stage
+
+
+def usage(folder: Path) -> int:
+    """Bytes allocated below a folder; files that vanish meanwhile count nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def survey(run_config: config.Config) -> list[Held]:
+    """Every stage folder below `run.dir`, the largest first, each with what `clean` thinks of it."""
+    held = []
+    for run in (
+        sorted(path for path in run_config.run.dir.iterdir() if path.is_dir()) if run_config.run.dir.exists() else []
+    ):
+        for name in config.STAGES:
+            if (run / name).is_dir():
+                status = _status(run / name)
+                proposed, why = _judge(run, name, run_config)
+                held.append(Held(run, name, usage(run / name), status, proposed, why))
+    return sorted(held, key=lambda each: -each.bytes)
+
+
+def _status(folder: Path) -> str:
+    try:
+        return (stage.read_manifest(folder) or {}).get("status", "no manifest")
+    except StageError:
+        return "unreadable"
+
+
+def _judge(run: Path, name: str, run_config: config.Config) -> tuple[bool, str]:
+    """Whether a stage folder may go, and why or why not."""
+    if name not in FREED_BY:
+        return False, "small and the result"
+    if is_running(run, name):
+        return False, "the run is running"
+    if name in _kept(run, name) or name in run_config.run.keep:
+        return False, "kept by run.keep"
+    if (run / name).resolve() in {path.resolve() for path in run_config.run.take.values()}:
+        return False, "taken by this config"
+    if _status(run / FREED_BY[name]) != "complete":
+        return False, "the run is not exported"
+    return True, "the run is exported"
+
+
+def _kept(run: Path, name: str) -> list[str]:
+    """`run.keep` of the config the stage itself was made with."""
+    try:
+        return yaml.safe_load((run / name / "config.yaml").read_text())["run"].get("keep", [])
+    except (OSError, KeyError, TypeError, yaml.YAMLError):
+        return []
+
+
+def is_running(run: Path, name: str) -> bool:
+    """Whether the pipeline, or the stage by hand, works there now."""
+    try:
+        with artifacts.locked(run), artifacts.locked(run / name):
+            return False
+    except ConfigError:
+        return True
+
+
+def clean(held: list[Held], freed_log: Path, also: tuple[str, ...] = ()) -> int:
+    """Free what was proposed and the folders named in `also` (RUN/STAGE), never of a running run; bytes freed."""
+    freed = 0
+    for each in held:
+        named = f"{each.run.name}/{each.stage}" in also
+        if not (each.proposed or named) or is_running(each.run, each.stage):
+            continue
+        shutil.rmtree(each.folder)
+        freed += each.bytes
+        with artifacts.Journal(freed_log) as journal:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            journal.append({"freed": str(each.folder), "bytes": each.bytes, "at": now})
+        log.info("freed %s, %.2f GiB", each.folder, each.bytes / 2**30)
+    return freed
+
+
+def table(held: list[Held]) -> str:
+    rows = [("run", "stage", "GiB", "status", "clean", "because")]
+    rows += [
+        (
+            each.run.name,
+            each.stage,
+            f"{each.bytes / 2**30:.3f}",
+            each.status,
+            "free" if each.proposed else "keep",
+            each.why,
+        )
+        for each in held
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, f"{sum(each.bytes for each in held) / 2**30:.2f} GiB in all"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m drafter.artifacts", description=__doc__.splitlines()[0])
+    parser.add_argument("verb", choices=("du", "clean"))
+    parser.add_argument(
+        "folders", nargs="*", metavar="RUN/STAGE", help="clean these too, exported or not; needs --yes"
+    )
+    parser.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    parser.add_argument("--yes", action="store_true", help="really free what clean proposes")
+    args = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    try:
+        run_config = config.load(args.config, args.overrides)
+        held = survey(run_config)
+        unknown = set(args.folders) - {f"{each.run.name}/{each.stage}" for each in held}
+        if unknown:
+            raise ConfigError(f"no such folder below {run_config.run.dir}: {', '.join(sorted(unknown))}")
+        print(table(held))
+        if args.verb == "clean":
+            freed = clean(held, run_config.run.dir / "freed.jsonl", tuple(args.folders)) if args.yes else 0
+            proposed = sum(each.bytes for each in held if each.proposed)
+            print(
+                f"{freed / 2**30:.2f} GiB freed"
+                if args.yes
+                else f"{proposed / 2**30:.2f} GiB would be freed with --yes"
+            )
+    except StageError as error:
+        print(f"artifacts: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

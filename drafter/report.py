@@ -1,0 +1,364 @@
+"""The page for the morning: `report.html`, one file, readable whatever happened.
+
+Written after every stage from what the stages left behind; a part that is not there yet is left out.
+By hand: `python -m drafter.report --config FILE`.
+"""
+
+import argparse
+import json
+import logging
+import re
+import shlex
+import sys
+from collections import Counter
+from datetime import datetime
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from drafter import artifacts, charts, config, disk, html, plan, stage
+from drafter.errors import StageError
+
+NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
+PROGRESS = re.compile(r"^(\d\d):(\d\d):(\d\d) (\d+)/\d+ (\w+), ")  # a line of stage.Progress
+HISTOGRAM_ROWS = 50_000
+
+# Columns of the acceptance tables: heading -> key of a record in acceptance.json
+MEASURED = {
+    "drafter": "drafter",
+    "prompts": "prompt_set",
+    "concurrency": "concurrency",
+    "draft tokens": "num_speculative_tokens",
+    "temperature": "temperature",
+    "n": "prompts",
+    "length": "acceptance_length",
+    "low": "low",
+    "high": "high",
+    "reasoning": "reasoning_length",
+    "answer": "answer_length",
+    "tok/s": "tokens_per_second",
+    "speed-up": "speed_up",
+}
+COMPARED = {
+    "drafter": "drafter",
+    "against": "baseline",
+    "prompts": "prompt_set",
+    "part": "part",
+    "n": "prompts",
+    "difference": "difference",
+    "low": "low",
+    "high": "high",
+    "verdict": "verdict",
+}
+
+STYLE = Path(__file__).with_name("report.css")
+
+
+class Found:
+    """Everything a run has left behind so far."""
+
+    def __init__(self, run_config: config.Config):
+        self.config = run_config
+        self.state = _json(run_config.run_dir / "pipeline.json") or {}
+        self.plan = _json(run_config.run_dir / "plan.json") or {}
+        self.manifests = {}
+        for name in config.STAGES:
+            try:
+                self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
+            except StageError:
+                self.manifests[name] = {"stage": name, "status": "unreadable"}
+        self.acceptance = _json(run_config.stage_dir("06_acceptance") / "acceptance.json")
+        self.metrics = _records(run_config.stage_dir("04_train") / "metrics.jsonl")
+
+    def manifest(self, name: str) -> dict:
+        return self.manifests[name] or {}
+
+
+def write(run_config: config.Config) -> Path:
+    """Write `report.html` of a run and return its path."""
+    path = run_config.run_dir / "report.html"
+    artifacts.write_text(path, page(Found(run_config)))
+    return path
+
+
+def page(found: Found) -> str:
+    name = escape(found.config.run.name)
+    sections = [
+        verdict(found),
+        acceptance(found),
+        timeline(found),
+        html.section(
+            "Charts", html.grid([*throughput(found), lengths(found), *training(found), per_position(found)])
+        ),
+        rows(found),
+        space(found),
+        rerun(found),
+        versions(found),
+        html.section(
+            "Config", f"<details><summary>resolved config</summary><pre>{escape(found.config.dump())}</pre></details>"
+        ),
+    ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<style>{STYLE.read_text()}</style></head><body><h1>{name}</h1>"
+        f'<div class="soft">{escape(str(found.config.target.model))}, written {datetime.now():%Y-%m-%d %H:%M}</div>'
+        f"{''.join(sections)}</body></html>\n"
+    )
+
+
+# The sections, in the order of the page
+
+
+def verdict(found: Found) -> str:
+    """What a person wants to know first: better or not, or why there is no answer."""
+    if found.acceptance:
+        head = found.acceptance["headline"]
+        tone = {"better": "good", "worse": "bad"}.get(head["verdict"], "wait")
+        said = f"Acceptance length {_length(head)} with {escape(str(head['drafter']))}: {escape(head['verdict'])}"
+        if head["baseline"]:
+            said += (
+                f" against {escape(str(head['baseline']))}, difference {_signed(head['difference'])} "
+                f"({_signed(head['difference_low'])} to {_signed(head['difference_high'])})"
+            )
+        advice = f"Recommended to serve: {escape(str(head['recommended']))}."
+        if head["speed_up"]:
+            advice += f" Decoding is {head['speed_up']:.2f} times as fast as without a drafter."
+        return html.box(tone, said, advice)
+    failed = next((m for m in found.manifests.values() if m and m.get("error")), None)
+    error = found.state.get("error") or (failed or {}).get("error")
+    if found.state.get("status") in ("failed", "interrupted") or error:
+        at = found.state.get("stage") or (failed or {}).get("stage", "")
+        reason = error or "see the log of the stage"
+        return html.box(
+            "bad", f"No drafter yet: stopped in {escape(at)}", escape(reason) + ". The same command continues there."
+        )
+    return html.box("wait", "Not measured yet", f"Running: {escape(str(found.state.get('stage') or 'not begun'))}.")
+
+
+def acceptance(found: Found) -> str:
+    if not found.acceptance:
+        return ""
+    head = found.acceptance["headline"]
+    tiles = [
+        (_length(head), f"tokens a step, {head['drafter']}"),
+        (f"{head['speed_up']:.2f}x" if head["speed_up"] else "", "tokens a second against none"),
+        (f"{head['tokens_per_second']:,.0f}" if head["tokens_per_second"] else "", "tokens a second"),
+    ]
+    shown = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in tiles if value
+    )
+    measured = html.columns(found.acceptance["measurements"], MEASURED)
+    compared = html.columns(found.acceptance["comparisons"], COMPARED)
+    return html.section("Acceptance", f'<div class="tiles">{shown}</div>{measured}{compared}')
+
+
+def timeline(found: Found) -> str:
+    """Stages as planned and as they were; servers and repairs are part of a stage's time."""
+    body, planned, actual = [], [], []
+    for name in config.STAGES:
+        seen, manifest, expected = (
+            found.state.get("stages", {}).get(name, {}),
+            found.manifest(name),
+            found.plan.get(name),
+        )
+        seconds = seen.get("seconds") or manifest.get("seconds")
+        typical = expected["seconds"]["typical"] if expected else None
+        status = manifest.get("status") or seen.get("status") or "not begun"
+        started = f"{datetime.fromtimestamp(seen['started']):%a %H:%M}" if "started" in seen else ""
+        body.append([name, status, started, _minutes(typical), _minutes(seconds)])
+        planned.append(_minutes(typical))
+        actual.append(_minutes(seconds))
+    labels = [NUMBERS[name] for name in config.STAGES]
+    chart = charts.bars("Minutes by stage", labels, {"planned": planned, "actual": actual}, "stage", "min")
+    return html.section(
+        "Timeline",
+        html.grid(
+            [chart, f"<div>{html.table(['stage', 'status', 'started', 'planned min', 'actual min'], body)}</div>"]
+        ),
+    )
+
+
+def throughput(found: Found) -> list[str]:
+    """Rate over time of 01b and 02, from the lines their logs hold; of 04, from its metrics."""
+    drawn = []
+    for name, what in (("01b_synthetic", "Generation"), ("02_hidden_states", "Extraction")):
+        points, unit = _progress(found.config.run_dir / "logs" / f"{name}.log")
+        drawn.append(charts.lines(f"{what} over time", {unit: points}, "minutes", f"{unit}/s", from_zero=True))
+    steps = [
+        (r["step"], r["tokens_per_s"]) for r in found.metrics if r.get("kind") == "train" and "tokens_per_s" in r
+    ]
+    drawn.append(charts.lines("Training speed", {"tokens a second": steps}, "step", "tok/s", from_zero=True))
+    return drawn
+
+
+def lengths(found: Found) -> str:
+    """Tokens of each row, all of it and what training sees of it."""
+    index = _records(found.config.stage_dir("02_hidden_states") / "index.jsonl", HISTOGRAM_ROWS)
+    if not index:
+        return ""
+    labels, heights = charts.histogram([entry["row_tokens"] for entry in index])
+    return charts.bars("Length of rows", labels, {"rows": heights}, "tokens", "rows")
+
+
+def training(found: Found) -> list[str]:
+    trained = [r for r in found.metrics if r.get("kind") == "train"]
+    validated = [r for r in found.metrics if r.get("kind") == "validation"]
+
+    def curve(records: list[dict], key: str) -> list[tuple[float, float]]:
+        return [(r["step"], r[key][0] if isinstance(r[key], list) else r[key]) for r in records if key in r]
+
+    expected = {"all": curve(validated, "expected_acceptance")}
+    for part in ("reasoning", "answer"):
+        apart = [r | {"expected_acceptance": r[part]["expected_acceptance"]} for r in validated if part in r]
+        if apart:
+            expected[part] = curve(apart, "expected_acceptance")
+    return [
+        charts.lines(
+            "Loss of the first guess",
+            {"training": curve(trained, "loss"), "validation": curve(validated, "loss")},
+            "step",
+            "loss",
+        ),
+        charts.lines("Expected acceptance length (validation)", expected, "step", "tokens a step"),
+    ]
+
+
+def per_position(found: Found) -> str:
+    measured = [m for m in (found.acceptance or {}).get("measurements", []) if m["per_position"]]
+    if not measured:
+        return ""
+    first = measured[0]
+    same = [
+        m for m in measured if all(m[k] == first[k] for k in ("prompt_set", "concurrency", "num_speculative_tokens"))
+    ]
+    labels = [str(place + 1) for place in range(len(first["per_position"]))]
+    series = {m["drafter"]: m["per_position"] for m in same}
+    return charts.bars(
+        f"Accepted by position ({first['prompt_set']})", labels, series, "position of the guess", "share"
+    )
+
+
+def rows(found: Found) -> str:
+    body = [
+        [name, m.get("in"), m.get("out"), sum(m.get("rejected", {}).values()), m.get("pending")]
+        for name, m in found.manifests.items()
+        if m and "in" in m
+    ]
+    if not body:
+        return ""
+    rejected: Counter = Counter()
+    for name in ("01b_synthetic", "02_hidden_states"):
+        for record in _records(found.config.stage_dir(name) / "rejected.jsonl"):
+            rejected[name, record.get("source", ""), record.get("reason", "")] += 1
+    reasons = [[*key, count] for key, count in sorted(rejected.items())]
+    return html.section(
+        "Rows",
+        html.table(["stage", "in", "out", "rejected", "pending"], body)
+        + (html.table(["rejected in", "source", "reason", "rows"], reasons) if reasons else ""),
+    )
+
+
+def space(found: Found) -> str:
+    body = []
+    for name in config.STAGES:
+        folder = found.config.stage_dir(name)
+        if folder.exists():
+            planned = found.plan.get(name, {}).get("bytes")
+            body.append([name, _gib(planned), _gib(disk.usage(folder))])
+    free = artifacts.free_bytes(found.config.run_dir)
+    return html.section(
+        "Disk", html.table(["stage", "planned GiB", "GiB"], body) + f'<p class="soft">{plan.size(free)} free.</p>'
+    )
+
+
+def rerun(found: Found) -> str:
+    arguments = list(found.config.arguments) or ["--config", str(found.config.run_dir / "01b_synthetic/config.yaml")]
+    path, *overrides = arguments[1:]
+    lines = [shlex.join(["./run_pipeline.sh", path, *overrides, "--only", NUMBERS[name]]) for name in config.STAGES]
+    return html.section("Run a stage again", f"<pre>{escape(chr(10).join(lines))}</pre>")
+
+
+def versions(found: Found) -> str:
+    newest = next((m["versions"] for m in reversed(found.manifests.values()) if m and "versions" in m), None)
+    return (
+        html.section("Versions", html.table(["package", "version"], [list(item) for item in newest.items()]))
+        if newest
+        else ""
+    )
+
+
+# Pieces
+
+
+def _length(head: dict) -> str:
+    if head.get("acceptance_length") is None:
+        return "not measured"
+    if head.get("low") is None:
+        return f"{head['acceptance_length']:.2f}"
+    return f"{head['acceptance_length']:.2f} ({head['low']:.2f} to {head['high']:.2f})"
+
+
+def _signed(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:+.2f}"
+
+
+def _minutes(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds / 60, 2)
+
+
+def _gib(count: float | None) -> float | None:
+    return None if count is None else round(count / plan.GIB, 3)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _records(path: Path, limit: int | None = None) -> list[dict]:
+    try:
+        return [record for record, _ in zip(artifacts.read_jsonl(path), range(limit or sys.maxsize), strict=False)]
+    except (OSError, ValueError):
+        return []
+
+
+def _progress(path: Path) -> tuple[list[tuple[float, float]], str]:
+    """(minutes, rate since the line before) of a log's progress lines, and their unit. A clock going back is midnight."""
+    seen, unit, day = [], "rows", 0
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        if match := PROGRESS.match(line):
+            hours, minutes, seconds, done = (int(part) for part in match.groups()[:4])
+            clock = day + 3600 * hours + 60 * minutes + seconds
+            if seen and clock < seen[-1][0]:
+                day += 86400
+                clock += 86400
+            unit = match.group(5)
+            seen.append((clock, done))
+    return [
+        ((after - seen[0][0]) / 60, (now - before) / (after - then))
+        for (then, before), (after, now) in pairwise(seen)
+        if after > then and now >= before
+    ], unit
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m drafter.report", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    args = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    try:
+        print(write(config.load(args.config, args.overrides)))
+    except StageError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
