@@ -27,6 +27,7 @@ SMOKE_PROMPTS, SMOKE_TOKENS, SMOKE_SECONDS = 8, 64, 300  # some 500 steps: not o
 def run(stage: Stage) -> dict:
     """Measure every unit that has no result yet, within the budget, and write `acceptance.json`."""
     config = stage.config
+    native.check_engine(config.servers.evaluate)
     if RUN in config.acceptance.drafters:
         stage.require("05_export")
     drafters, sets = find_drafters(config), prompt_sets.read(config, stage.args.limit)
@@ -67,6 +68,7 @@ def plan(stage: Stage) -> dict:
     """Offline: how many units have no result yet, and what is missing to measure them."""
     config, findings, pending = stage.config, [], len(stage.config.acceptance.drafters)
     try:
+        native.check_engine(config.servers.evaluate)
         sets = prompt_sets.read(config, stage.args.limit)
         units = plan_units(config, find_drafters(config), sets)
         pending = sum(not is_measured(stage, unit) for unit in units) or int(not (stage.folder / REPORT).exists())
@@ -221,6 +223,7 @@ def smoke(stage: Stage) -> dict:
     Raises ContractError for a drafter that the engine loads and that nothing is accepted from.
     """
     config = stage.config
+    native.check_engine(config.servers.evaluate)
     records = prompt_sets.sample(config, SMOKE_PROMPTS)
     settings = sampling(config, SMOKE_CELL) | {"max_tokens": SMOKE_TOKENS}
     lengths = {}

