@@ -1,0 +1,156 @@
+"""Step folders: whole or absent, found, read back, kept and removed."""
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from drafter import artifacts, checkpoint
+from drafter.errors import ContractError
+
+WEIGHTS = {"fc.weight": torch.randn(8, 8), "d2t": torch.arange(4), "t2d": torch.ones(6, dtype=torch.bool)}
+MOMENTS = {"fc.weight.exp_avg": torch.randn(8, 8), "fc.weight.exp_avg_sq": torch.rand(8, 8)}
+
+
+def save(folder, step, acceptance=1.0):
+    path = checkpoint.step_path(folder, step)
+    checkpoint.save(path, WEIGHTS, {"hidden_size": 8}, MOMENTS, {"expected_acceptance": acceptance, "step": step})
+    return path
+
+
+def names(paths):
+    return [path.name for path in paths]
+
+
+def test_a_step_comes_back_bit_for_bit(tmp_path):
+    path = save(tmp_path, 7, 1.25)
+    weights, settings = checkpoint.read_draft(path)
+    assert settings == {"hidden_size": 8}
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(weights[name], tensor) and weights[name].dtype == tensor.dtype
+    for name, tensor in checkpoint.read_moments(path).items():
+        assert torch.equal(tensor, MOMENTS[name])
+    assert checkpoint.read_state(path) == {"expected_acceptance": 1.25, "step": 7}
+    assert all((path / name).stat().st_mode & 0o777 == 0o644 for name in checkpoint.FILES)
+
+
+def test_weights_are_read_as_masters(tmp_path):
+    path = checkpoint.step_path(tmp_path, 1)
+    checkpoint.save(path, {"embed_tokens.weight": torch.ones(2, 2).bfloat16()}, {}, MOMENTS, {})
+    assert checkpoint.read_draft(path)[0]["embed_tokens.weight"].dtype == torch.float32
+
+
+def test_best_and_newest(tmp_path):
+    for step, acceptance in ((10, 1.3), (20, 1.5), (30, 1.4), (40, 1.5)):
+        save(tmp_path, step, acceptance)
+    assert checkpoint.best_step(tmp_path).name == "step-00000040"
+    assert names(checkpoint.complete_steps(tmp_path))[-1] == "step-00000040"
+
+
+def test_the_last_few_and_the_best_are_kept(tmp_path):
+    for step, acceptance in ((10, 1.3), (20, 1.9), (30, 1.4), (40, 1.5), (50, 1.2)):
+        save(tmp_path, step, acceptance)
+    checkpoint.prune(tmp_path, 2)
+    assert names(checkpoint.complete_steps(tmp_path)) == ["step-00000020", "step-00000040", "step-00000050"]
+    assert not list(tmp_path.glob(f"*{artifacts.PART}"))
+
+
+@pytest.mark.parametrize("missing", checkpoint.FILES)
+def test_a_partial_folder_is_no_step(tmp_path, missing):
+    """T13, X07"""
+    save(tmp_path, 10)
+    broken = save(tmp_path, 20)
+    (broken / missing).unlink()
+    assert names(checkpoint.complete_steps(tmp_path)) == ["step-00000010"]
+    for read in (checkpoint.read_draft, checkpoint.read_moments, checkpoint.read_state):
+        with pytest.raises(
+            ContractError, match=f"{missing} is missing; the nearest complete step is .*step-00000010"
+        ):
+            read(broken)
+    save(tmp_path, 20)  # the next save replaces it
+    assert names(checkpoint.complete_steps(tmp_path))[-1] == "step-00000020"
+
+
+def test_the_run_root_and_an_empty_folder_are_explained(tmp_path):
+    """X07"""
+    with pytest.raises(ContractError, match="no complete step beside it"):
+        checkpoint.read_draft(tmp_path)
+    with pytest.raises(ContractError, match="no complete step in"):
+        checkpoint.best_step(tmp_path / "nothing")
+    save(tmp_path, 10)
+    with pytest.raises(ContractError, match="nearest complete step is .*step-00000010"):
+        checkpoint.read_draft(tmp_path)
+
+
+@pytest.mark.parametrize("file", [checkpoint.WEIGHTS, checkpoint.OPTIMIZER])
+def test_a_torn_tensor_file_is_named(tmp_path, file):
+    path = save(tmp_path, 10)
+    os.truncate(path / file, (path / file).stat().st_size - 1)
+    with pytest.raises(ContractError, match=f"{file} is broken"):
+        checkpoint.read_draft(path)
+        checkpoint.read_moments(path)
+
+
+def in_child(work) -> int:
+    """Run `work` in a forked process; its exit code, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("boundary", range(1, 11))
+def test_a_kill_while_saving_leaves_the_step_before_or_the_whole_new_one(tmp_path, boundary):
+    """T13: after two tensor files, two texts, four syncs, the rename and the sync of the folder."""
+    save(tmp_path, 10)
+
+    def work():
+        calls = 0
+
+        def counted(function):
+            def wrapped(*args, **kwargs):
+                nonlocal calls
+                result = function(*args, **kwargs)
+                calls += 1
+                if calls == boundary:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            return wrapped
+
+        checkpoint.save_file = counted(checkpoint.save_file)
+        Path.write_text = counted(Path.write_text)
+        os.fsync, os.replace = counted(os.fsync), counted(os.replace)
+        save(tmp_path, 20)
+
+    assert in_child(work) == -signal.SIGKILL
+    steps = names(checkpoint.complete_steps(tmp_path))
+    renamed = boundary >= 9
+    assert steps == ["step-00000010", "step-00000020"][: 1 + renamed]
+    assert checkpoint.read_state(tmp_path / steps[-1])["step"] == (20 if renamed else 10)
+    artifacts.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == steps
+
+
+def test_a_full_disk_leaves_the_step_before(tmp_path):
+    save(tmp_path, 10)
+
+    def work():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        large = {"fc.weight": torch.ones(100, 100)}
+        try:
+            checkpoint.save(checkpoint.step_path(tmp_path, 20), large, {}, large, {})
+        except (OSError, SafetensorError):
+            os._exit(9)
+
+    assert in_child(work) == 9
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    assert checkpoint.read_state(tmp_path / "step-00000010")["step"] == 10
