@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ def conv_id(messages: list[dict]) -> str:
     return content_id(opening)
 
 
+def shallow(instance: Any) -> dict:
+    """The fields of a dataclass as they are; `asdict` copies every token id by itself."""
+    return {f.name: getattr(instance, f.name) for f in fields(instance)}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One captured sequence: prompt and completion as the server's own token ids.
@@ -79,7 +84,7 @@ class Row:
     flags: list[str] = field(default_factory=list)  # e.g. special_in_text, cut_in_reasoning
 
     def to_record(self) -> dict:
-        return asdict(self)
+        return shallow(self)
 
     @classmethod
     def from_record(cls, record: dict) -> "Row":
@@ -129,7 +134,7 @@ class IndexEntry:
     bytes: int
 
     def to_record(self) -> dict:
-        return asdict(self)
+        return shallow(self)
 
     @property
     def path(self) -> Path:

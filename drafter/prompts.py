@@ -11,7 +11,7 @@ import mmap
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Request:
     tools: list | None
 
     def to_record(self) -> dict:
-        return asdict(self)
+        return contracts.shallow(self)
 
 
 # ---- conversations

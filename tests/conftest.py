@@ -1,6 +1,7 @@
 """Shared fixtures: the default model, and one real vLLM server a configuration for the whole test session."""
 
 import contextlib
+import json
 import random
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from drafter import config, default_model, server
+from tests import tiny_models
 
 CPU_CONFIG = config.ROOT / "configs/smollm2_cpu.yaml"
 
@@ -65,4 +67,24 @@ def generate_server(model, tmp_path_factory) -> Iterator[Served]:
 def extract_server(model, tmp_path_factory) -> Iterator[Served]:
     """The default config's role `extract`; it writes below `served.config.stage_dir("02_hidden_states")`."""
     with serve("extract", tmp_path_factory.mktemp("extract"), ["run.name=served"]) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def tiny_kimi_server(tmp_path_factory) -> Iterator[Served]:
+    """A nested Kimi-K2.5 of random weights that thinks, behind the reasoning parser; role `generate`."""
+    folder = tmp_path_factory.mktemp("tiny_kimi")
+    target = {
+        "model": str(tiny_models.make_tiny_kimi(folder / "model")),
+        "served_name": "tiny-kimi",
+        "layer_ids": list(tiny_models.LAYER_IDS),
+        "max_seq_len": 512,
+        "prompt_suffix": [tiny_models.THINK],
+        "think_end": tiny_models.THINK_END,
+        "special_tokens": {text: tiny_models.TOKEN_IDS[text] for text in ("<|im_end|>", "<think>", "</think>")},
+    }
+    flags = {"language-model-only": True, "reasoning-parser": "kimi_k2"}
+    overrides = [f"target={json.dumps(target)}"]
+    overrides += [f"servers.generate.args.{flag}={json.dumps(value)}" for flag, value in flags.items()]
+    with serve("generate", folder, overrides) as served:
         yield served

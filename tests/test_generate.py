@@ -5,10 +5,12 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -812,3 +814,125 @@ def test_a_dry_run_names_what_is_missing(lab, capsys):
     findings = " ".join(json.loads(capsys.readouterr().out)["findings"])
     assert "gone.jsonl" in findings
     assert "nowhere" in findings
+
+
+# ---- a served tiny Kimi: real reasoning parser, real template, random weights
+
+
+class ServedLab(Lab):
+    """A lab on a real server."""
+
+    def __init__(self, folder: Path, served):
+        super().__init__(folder, served.url)
+        self.tree = yaml.safe_load(served.config.dump())
+        self.tree["run"] = {"name": "r", "dir": str(folder / "runs")}
+        self.tree["servers"]["generate"] = {"kind": "external", "url": served.url}
+        self.tree["prompts"] = []
+        self.tree["generate"] |= {"max_tokens": 40, "concurrency": 8, "temperature": 1.0}
+        self.tree["acceptance"]["held_out"] = 1
+
+    def tokenize(self, messages: list[dict], **settings) -> list[int]:
+        body = {"model": self.config.target.served_name, "messages": messages, **settings}
+        request = urllib.request.Request(
+            self.config.servers.generate.url + "/tokenize",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.loads(reply.read())["tokens"]
+
+    @property
+    def asked(self) -> dict[str, dict]:
+        return {record["row_id"]: record for record in artifacts.read_jsonl(self.stage / prompts.PROMPTS)}
+
+
+@pytest.fixture
+def kimi(tiny_kimi_server, tmp_path):
+    return ServedLab(tmp_path, tiny_kimi_server)
+
+
+@pytest.mark.vllm
+def test_reasoning_of_a_served_kimi_is_captured_token_by_token(kimi):
+    """Law 1, G05, G07, G10, T08 on the real thing: parser, template and ids as in the night."""
+    kimi.add_source(questions(25, name="Why is the sky blue"))
+    assert kimi.run() == 0
+    assert len(kimi.records) == 24
+    think, think_end = kimi.config.target.prompt_suffix[0], kimi.config.target.think_end
+    for row_id, record in kimi.records.items():
+        [[start, end]] = record["supervised"]
+        ids, completion = record["input_ids"], record["input_ids"][start:end]
+        assert ids[:start] == kimi.tokenize(kimi.asked[row_id]["messages"])
+        assert ids[start - 1] == think
+        assert end == len(ids)
+        assert record["usage"]["completion_tokens"] == len(completion) <= 40
+        assert (record["finish_reason"] == "length") == (len(completion) == 40)
+        if think_end in completion:
+            assert record["think_end"] == start + completion.index(think_end)
+            assert record["flags"] in ([], ["special_in_text"])
+        else:
+            assert record["think_end"] is None
+            assert record["content"] is None
+            assert "cut_in_reasoning" in record["flags"] or "no_think_end" in record["flags"]
+    thought = [record for record in kimi.records.values() if record["think_end"] is not None]
+    assert len(thought) > 5
+    assert any(record["reasoning"] for record in thought)
+    assert kimi.manifest["facts"]["rows"]["all"]["reasoning_share"] > 0
+
+
+@pytest.mark.vllm
+def test_a_served_kimi_in_instant_mode(kimi):
+    """G11, G15: `thinking: false` takes effect, and the prompt ends with both thinking tokens."""
+    target = kimi.tree["target"]
+    target["chat_template_kwargs"] = {"thinking": False}
+    kimi.add_source(questions(9))
+    assert kimi.run() == 2  # the prompt ends with </think> now, and the config does not say so
+    assert "target.prompt_suffix" in kimi.manifest["error"]
+    target["prompt_suffix"] = [target["prompt_suffix"][0], target["think_end"]]
+    kimi.tree["run"]["name"] = "r"
+    shutil.rmtree(kimi.stage)
+    assert kimi.run() == 0
+    for record in kimi.records.values():
+        start = record["supervised"][0][0]
+        assert record["input_ids"][start - 2 : start] == target["prompt_suffix"]
+        assert record["think_end"] >= start - 1
+
+
+@pytest.mark.vllm
+def test_turns_on_a_served_kimi_build_on_its_own_answers(kimi):
+    """T08: every turn's ids are the served ones, the history as the template shows it."""
+    kimi.add_source(questions(12, turns=3), turns="all")
+    kimi.tree["generate"]["max_tokens"] = 200
+    assert kimi.run() == 0
+    second = [r for r in kimi.records.values() if kimi.asked[r["row_id"]]["turn"] > 0]
+    assert second
+    for record in second:
+        line, messages = kimi.asked[record["row_id"]], []
+        parent = line["parent"]
+        for message in line["messages"]:
+            messages.append(dict(message))
+        while parent:
+            gap = max(i for i, m in enumerate(messages) if m == prompts.OWN_ANSWER)
+            messages[gap]["content"] = kimi.records[parent]["content"]
+            parent = kimi.asked[parent]["parent"]
+        start = record["supervised"][0][0]
+        assert record["input_ids"][:start] == kimi.tokenize(messages)
+
+
+@pytest.mark.vllm
+def test_replayed_answers_on_a_served_kimi(kimi):
+    """Only the answers are taught, up to <|im_end|>; the template's own empty thinking is not."""
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "second"},
+    ]
+    kimi.add_source([{"messages": conversation}, {"messages": conversation[1:]}], mode="replay", turns="all")
+    assert kimi.run() == 0
+    [record] = kimi.records.values()
+    messages = kimi.asked[record["row_id"]]["messages"]
+    assert record["input_ids"] == kimi.tokenize(messages, add_generation_prompt=False)
+    stop = kimi.config.target.special_tokens["<|im_end|>"]
+    spans = [record["input_ids"][start:end] for start, end in record["supervised"]]
+    assert spans == [[*b"first", stop], [*b"second", stop]]

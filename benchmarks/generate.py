@@ -1,0 +1,309 @@
+"""What stage 01b costs beside the server: requests a second, output tokens a second, start-up, memory.
+
+    python benchmarks/generate.py loopback                   # a server that answers at once with 1 KB
+    python benchmarks/generate.py memory --count 1000000     # the same with a million prompts in the mix
+    python benchmarks/generate.py server --config configs/smollm2_gpu.yaml --url http://127.0.0.1:8101 \\
+        --prompts questions.jsonl --count 2000 --concurrency 200 --max-tokens 512
+
+`server` wants the role up already. Rounds alternate between a bare aiohttp load generator (A) and stage 01b (B), with
+the very same request bodies, each in a process of its own; `--speculators` adds its regenerate-responses, and
+`--seed-cost` a round of A without per-row seeds. Prints `METRIC name value` lines. Nothing is downloaded.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+
+import aiohttp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from drafter import client, config, generate, prompts, rows, stage  # noqa: E402
+
+REPLY = json.dumps(
+    {
+        "model": "toy",
+        "prompt_token_ids": list(range(30)),
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "token_ids": list(range(100, 200)),
+                "message": {"role": "assistant", "content": "x" * 330, "reasoning": None},
+            }
+        ],
+        "usage": {"prompt_tokens": 30, "completion_tokens": 100, "total_tokens": 130},
+    }
+).encode()
+
+
+class Loopback(asyncio.Protocol):
+    """The least a server can do: read a request, write the same answer."""
+
+    ANSWERS = {
+        b"/v1/chat": REPLY,
+        b"/v1/models": json.dumps({"data": [{"id": "toy", "max_model_len": 4096}]}).encode(),
+        b"/v1/completions": b'{"choices": [{"token_ids": [1]}]}',
+        b"/health": b"{}",
+    }
+
+    def connection_made(self, transport):
+        self.transport, self.buffer = transport, b""
+
+    def data_received(self, data):
+        self.buffer += data
+        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
+            head = self.buffer[:end].lower()
+            mark = head.find(b"content-length:")
+            length = int(head[mark + 15 :].split(b"\r\n", 1)[0]) if mark >= 0 else 0
+            if len(self.buffer) < end + 4 + length:
+                return
+            path = head.split(b" ", 2)[1]
+            body = next(answer for start, answer in self.ANSWERS.items() if path.startswith(start))
+            self.buffer = self.buffer[end + 4 + length :]
+            self.transport.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            )
+
+
+async def serve_loopback(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Loopback, "127.0.0.1", port, backlog=2048)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+@contextlib.contextmanager
+def loopback() -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def bare(run_config: config.Config, path: Path, seeds: bool) -> dict:
+    """A: the same bodies with nothing around them; one connection a worker, replies parsed and counted."""
+    requests = prompts.Requests(path)
+    bodies = [generate.chat_body(requests[i], [], run_config) for i in range(len(requests))]
+    if not seeds:
+        bodies = [{key: value for key, value in body.items() if key != "seed"} for body in bodies]
+    url, tokens, queue = run_config.servers.generate.url + generate.CHAT, 0, iter(bodies)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
+
+        async def worker():
+            nonlocal tokens
+            for body in queue:
+                async with session.post(url, json=body) as reply:
+                    tokens += json.loads(await reply.read())["usage"]["completion_tokens"]
+
+        started = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(run_config.generate.concurrency)))
+        seconds = time.perf_counter() - started
+    return {"tok_s": tokens / seconds, "req_s": len(bodies) / seconds, "seconds": seconds, "tokens": tokens}
+
+
+async def client_only(run_config: config.Config, path: Path) -> dict:
+    """Our client without the stage: what the OpenAI SDK and the retries cost."""
+    requests, settings = prompts.Requests(path), run_config.generate
+    bodies = [generate.chat_body(requests[i], [], run_config) for i in range(len(requests))]
+    queue = iter(bodies)
+    async with client.Client(run_config.servers.generate, concurrency=settings.concurrency, outage_minutes=1) as one:
+
+        async def worker():
+            for body in queue:
+                await one.post(generate.CHAT, body, timeout=600)
+
+        started = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(settings.concurrency)))
+        return {"req_s": len(bodies) / (time.perf_counter() - started)}
+
+
+class Bench:
+    def __init__(self, folder: Path, args: argparse.Namespace, url: str, prompts_path: Path):
+        self.folder, self.args = folder, args
+        self.base = [
+            f"run.dir={folder}",
+            f"servers.generate.url={url}",
+            "servers.generate.kind=external",
+            f"prompts={json.dumps([{'name': 'bench', 'path': str(prompts_path), 'turns': 'first'}])}",
+            f"generate.concurrency={args.concurrency}",
+            f"generate.max_tokens={args.max_tokens}",
+            f"generate.temperature={args.temperature}",
+            "generate.rows_per_shard=1000",
+            "acceptance.held_out=1",
+            *args.overrides,
+        ]
+        self.config = config.load(args.config, self.base)
+        meta = prompts.materialise(self.config, folder / "mix")
+        count = min(args.count, meta["sources"]["bench"]["requests"])
+        self.count = count
+        lines = (folder / "mix" / prompts.PROMPTS).read_bytes().splitlines(keepends=True)[:count]
+        self.requests = folder / "requests.jsonl"
+        self.requests.write_bytes(b"".join(lines))
+
+    def inner(self, what: str, *extra: str) -> dict:
+        path = self.folder / "config.yaml"
+        path.write_text(self.config.dump())
+        command = [sys.executable, __file__, what, "--config", str(path), "--requests", str(self.requests), *extra]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    def ours(self, name: str) -> dict:
+        """B: the stage as users run it."""
+        sets = [part for override in [*self.base, f"run.name={name}"] for part in ("--set", override)]
+        script = ROOT / "01b_generate_synthetic.py"
+        command = [sys.executable, str(script), "--config", str(self.args.config), "--limit", str(self.count), *sets]
+        started = time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        wall = time.perf_counter() - started
+        summary = json.loads(done.stdout.splitlines()[-1])
+        if done.returncode or summary["out"] != self.count:
+            raise SystemExit(f"stage 01b ended with {done.returncode}: {done.stdout[-2000:]}")
+        facts = summary["facts"]["generation"]
+        made = sum(1 for _ in rows.read_rows(self.folder / name / "01b_synthetic", self.count))
+        assert made == self.count
+        return {
+            "tok_s": facts["output_tokens_per_second"],
+            "req_s": self.count / facts["seconds"],
+            "around_seconds": wall - facts["seconds"],
+            "tail_seconds": facts["tail_seconds"],
+            "tail_idle_share": facts["tail_idle_share"],
+            "tokens": summary["facts"]["rows"]["all"]["completion_tokens"],
+        }
+
+    def speculators(self) -> dict:
+        """speculators' own tool on the same prompts and sampling; its start-up is part of its wall time."""
+        settings, out = self.config.generate, self.folder / f"regenerated-{time.time_ns()}.jsonl"
+        source = self.folder / "source.jsonl"
+        with open(source, "w") as file:
+            for line in self.requests.read_text().splitlines():
+                question = json.loads(line)["messages"][-1]["content"]
+                file.write(json.dumps({"conversations": [{"from": "human", "value": question}]}) + "\n")
+        sampling = {"temperature": settings.temperature, "top_p": settings.top_p}
+        command = [
+            sys.executable, "-c", "from speculators.cli import app; app()", "regenerate-responses",
+            "--endpoint", self.config.servers.generate.url + "/v1", "--model", self.config.target.served_name,
+            "--dataset", str(source), "--concurrency", str(settings.concurrency),
+            "--max-tokens", str(settings.max_tokens), "--sampling-params", json.dumps(sampling),
+            "--outfile", str(out),
+        ]  # fmt: skip
+        started = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"regenerate-responses ended with {done.returncode}: {done.stderr[-2000:]}")
+        seconds = time.perf_counter() - started
+        tokens = sum(sum(json.loads(line)["loss_mask"]) for line in out.read_text().splitlines())
+        return {"tok_s": tokens / seconds, "seconds": seconds, "tokens": tokens}
+
+
+def metric(name: str, value: float) -> None:
+    print(f"METRIC {name} {value:.4g}", flush=True)
+
+
+def toy_model(folder: Path) -> Path:
+    shape = {"num_hidden_layers": 30, "hidden_size": 16, "vocab_size": 49152, "max_position_embeddings": 4096}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Toy"], **shape}))
+    return folder
+
+
+def write_toy_prompts(path: Path, count: int) -> None:
+    with open(path, "w") as file:
+        for i in range(count):
+            question = f"Question {i}: {'why ' * 40}?"
+            file.write(json.dumps({"conversations": [{"from": "human", "value": question}], "source": "toy"}) + "\n")
+
+
+def run_loopback(args: argparse.Namespace, folder: Path) -> None:
+    with loopback() as url:
+        bench = toy_bench(args, folder, url)
+        for turn in range(1, args.rounds + 1):
+            metric(f"bare_requests_per_second_{turn}", bench.inner("bare")["req_s"])
+            metric(f"client_requests_per_second_{turn}", bench.inner("client")["req_s"])
+            ours = bench.ours(f"round{turn}")
+            metric(f"stage_requests_per_second_{turn}", ours["req_s"])
+            metric(f"stage_seconds_around_{turn}", ours["around_seconds"])
+
+
+def toy_bench(args: argparse.Namespace, folder: Path, url: str) -> Bench:
+    write_toy_prompts(folder / "toy.jsonl", args.count + 1)
+    args.overrides += [f"target.model={toy_model(folder / 'model')}", "target.served_name=toy"]
+    args.overrides += ["target.special_tokens={}"]
+    return Bench(folder, args, url, folder / "toy.jsonl")
+
+
+def run_memory(args: argparse.Namespace, folder: Path) -> None:
+    with loopback() as url:
+        bench = toy_bench(args, folder, url)
+        metric("driver_peak_mib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        metric("mix_seconds_around", bench.ours("million")["around_seconds"])
+        metric("stage_peak_mib", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+
+
+def run_server(args: argparse.Namespace, folder: Path) -> None:
+    bench = Bench(folder, args, args.url, Path(args.prompts).resolve())
+    bench.inner("bare")  # warm up: compiled kernels, allocator
+    taken: dict[str, list[dict]] = {"bare": [], "ours": []}
+    for turn in range(1, args.rounds + 1):
+        taken["bare"].append(bench.inner("bare"))
+        metric(f"bare_tokens_per_second_{turn}", taken["bare"][-1]["tok_s"])
+        taken["ours"].append(bench.ours(f"round{turn}"))
+        metric(f"stage_tokens_per_second_{turn}", taken["ours"][-1]["tok_s"])
+    metric("stage_to_bare", mean(r["tok_s"] for r in taken["ours"]) / mean(r["tok_s"] for r in taken["bare"]))
+    metric("output_tokens", taken["ours"][-1]["tokens"])
+    for name in ("around_seconds", "tail_seconds", "tail_idle_share"):
+        metric(f"stage_{name}", mean(r[name] for r in taken["ours"]))
+    if args.seed_cost:
+        metric("bare_tokens_per_second_without_seeds", bench.inner("bare", "--no-seeds")["tok_s"])
+    if args.speculators:
+        theirs = bench.speculators()
+        metric("speculators_tokens_per_second_with_start", theirs["tok_s"])
+        metric("speculators_seconds", theirs["seconds"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("loopback", "memory", "server", "serve", "bare", "client"))
+    parser.add_argument("--config", default=ROOT / "configs/smollm2_cpu.yaml")
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--url")
+    parser.add_argument("--prompts")
+    parser.add_argument("--count", type=int, default=20000)
+    parser.add_argument("--concurrency", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--speculators", action="store_true")
+    parser.add_argument("--seed-cost", action="store_true")
+    parser.add_argument("--requests", type=Path)
+    parser.add_argument("--no-seeds", action="store_true")
+    args = parser.parse_args()
+    if args.what == "serve":
+        return client.run(serve_loopback(0))
+    if args.what in ("bare", "client"):
+        run_config = config.load(args.config)
+        work = client_only(run_config, args.requests) if args.what == "client" else None
+        print(json.dumps(client.run(work or bare(run_config, args.requests, seeds=not args.no_seeds))))
+        return None
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, {stage.versions()}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        {"loopback": run_loopback, "memory": run_memory, "server": run_server}[args.what](args, Path(folder))
+    return None
+
+
+if __name__ == "__main__":
+    main()
