@@ -90,6 +90,7 @@ def figures(decoded: list[Decoded], think_end: int | None, seed: int) -> dict[st
         "acceptance_length": 1 + accepted / drafts if drafts else None,
         "per_position": [float(count / drafts) for count in positions] if drafts else [],
         "streams_agree": all(d.streams_agree for d in decoded),
+        "unseen_steps": sum(d.unseen_steps for d in decoded) if drafts else 0,
     }
     for part in PARTS:
         counted = np.concatenate([_tallies(d, part, think_end) for d in decoded])

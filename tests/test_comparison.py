@@ -60,7 +60,7 @@ def test_reasoning_and_answer_are_given_apart_and_make_up_the_whole():
 
 def test_streams_that_disagree_leave_pooled_figures_only():
     torn = decoded(0.5)
-    torn.counters.drafts += 7
+    torn.counters.drafts += 70
     result = report({unit("warm_start"): decoded(0.4), unit("run"): torn})
     m = result["measurements"][1]
     assert m["streams_agree"] is False

@@ -71,8 +71,8 @@ def test_reasoning_that_never_ends_is_all_reasoning_and_none_is_all_answer():
         (5, 6, True),  # exactly what was streamed
         (5, 8, True),  # a stop inside the last steps cut two accepted tokens
         (5, 13, False),  # more than the last steps can have lost
-        (4, 6, False),  # chunks the engine did not count
-        (6, 6, False),  # steps merged into one chunk
+        (4, 7, False),  # chunks the engine did not count as steps
+        (6, 5, False),  # one step of six came within another's chunk: too many to look past
         (5, 5, False),  # more streamed than accepted
     ],
 )
@@ -80,6 +80,14 @@ def test_streams_are_believed_only_as_far_as_the_counters_agree(drafts, accepted
     replies = [reply([1, 4, 2, 1]), reply([1, 3, 1])]
     decoded = Decoded(replies, Counters(drafts, 3 * drafts, accepted, [0, 0, 0]), 1.0, {}, 0)
     assert decoded.streams_agree is believed
+
+
+def test_a_few_merged_chunks_are_looked_past_and_counted():
+    """Two steps that came in one chunk: a token more in it, a step less, and every token accounted for."""
+    replies = [reply([1] + [2] * 199 + [4])]
+    decoded = Decoded(replies, Counters(201, 603, 201, [201, 0, 0]), 1.0, {}, 0)
+    assert decoded.streams_agree
+    assert decoded.unseen_steps == 1
 
 
 def test_a_result_survives_its_file():
