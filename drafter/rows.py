@@ -41,7 +41,7 @@ def read_reply(reply: dict, request: Request, sampling: dict, target: Target) ->
     reasoning, content = _texts(message)
     flags = []
     if thinks(target) and think_end is None:
-        flags.append("cut_in_reasoning" if finish_reason == "length" else "no_think_end")
+        flags.append("cut_in_reasoning" if finish_reason == "length" and not content else "no_think_end")
     if any(mark in text for mark in target.special_tokens for text in (reasoning, content) if text):
         flags.append("special_in_text")
     details = usage.get("completion_tokens_details") or {}
@@ -100,7 +100,8 @@ def _texts(message: dict) -> tuple[str | None, str | None]:
 
 def may_continue(row: Row) -> bool:
     """Whether the answer can stand in the history of a next turn."""
-    return row.finish_reason == "stop" and row.content is not None and "special_in_text" not in row.flags
+    spoilt = {"special_in_text", "no_think_end"} & set(row.flags)
+    return row.finish_reason == "stop" and row.content is not None and not spoilt
 
 
 # ---- the rows on disk

@@ -70,6 +70,9 @@ def extract_server(model, tmp_path_factory) -> Iterator[Served]:
         yield served
 
 
+SERVED_TOKENS = ("<|im_end|>", "<think>", "</think>", "<|tool_calls_section_begin|>")
+
+
 @pytest.fixture(scope="session")
 def tiny_kimi_server(tmp_path_factory) -> Iterator[Served]:
     """A nested Kimi-K2.5 of random weights that thinks, behind the reasoning parser; role `generate`."""
@@ -81,7 +84,7 @@ def tiny_kimi_server(tmp_path_factory) -> Iterator[Served]:
         "max_seq_len": 512,
         "prompt_suffix": [tiny_models.THINK],
         "think_end": tiny_models.THINK_END,
-        "special_tokens": {text: tiny_models.TOKEN_IDS[text] for text in ("<|im_end|>", "<think>", "</think>")},
+        "special_tokens": {text: tiny_models.TOKEN_IDS[text] for text in SERVED_TOKENS},
     }
     flags = {"language-model-only": True, "reasoning-parser": "kimi_k2"}
     overrides = [f"target={json.dumps(target)}"]

@@ -871,8 +871,10 @@ def test_reasoning_of_a_served_kimi_is_captured_token_by_token(kimi):
             assert record["flags"] in ([], ["special_in_text"])
         else:
             assert record["think_end"] is None
-            assert record["content"] is None
-            assert "cut_in_reasoning" in record["flags"] or "no_think_end" in record["flags"]
+            # The parser also ends the reasoning at a tool call that the model opens without closing its thinking.
+            cut = record["finish_reason"] == "length" and not record["content"]
+            assert record["flags"][0] == ("cut_in_reasoning" if cut else "no_think_end")
+            assert not record["content"] or "special_in_text" in record["flags"]
     thought = [record for record in kimi.records.values() if record["think_end"] is not None]
     assert len(thought) > 5
     assert any(record["reasoning"] for record in thought)
