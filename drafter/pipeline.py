@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from drafter import artifacts, config, default_model, gpu, plan, process, report, server
+from drafter import artifacts, config, default_model, gpu, plan, preflight, process, report, server, status
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
+from drafter.stage import read_manifest
 
 log = logging.getLogger("drafter")
 
@@ -65,6 +66,8 @@ class Pipeline:
                     log.info("%s: nothing to do", step.stage)
                     self._note(step, status="complete")
                     continue
+                if not worked:
+                    preflight.check(self.config, self._unfinished())
                 worked = True
                 if code := self._work(step):
                     return code
@@ -72,6 +75,11 @@ class Pipeline:
                 log.info("run %s is finished: every stage has what it needs, nothing was done", self.config.run.name)
             self._finish("complete")
             return 0
+
+    def _unfinished(self) -> list[config.StageName]:
+        """Stages that are not complete yet, as their manifests say."""
+        manifests = {step.stage: read_manifest(self.config.stage_dir(step.stage)) for step in self.steps}
+        return [name for name, manifest in manifests.items() if not manifest or manifest["status"] != "complete"]
 
     def pending(self, step: Step) -> int:
         """What is left of a step, by its own offline plan. Raises ConfigError when the step refuses its config."""
@@ -336,7 +344,7 @@ def default_config() -> Path:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="run_pipeline.sh", description=__doc__.splitlines()[0])
-    result.add_argument("config", nargs="?", default=None, metavar="CONFIG", help="default: SmolLM2 on this machine")
+    result.add_argument("config", nargs="*", metavar="[status] [CONFIG]", help="default: SmolLM2 on this machine")
     result.add_argument("--from", dest="first", metavar="NN", help="start at this stage (01b, 02, 04, 05, 06)")
     result.add_argument("--only", metavar="NN", help="this stage alone")
     result.add_argument("--limit", type=int, metavar="N", help="at most N rows a stage")
@@ -354,14 +362,23 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signum, _interrupt)
     summary: dict = {}
     try:
-        run_config = config.load(args.config or default_config(), args.overrides)
+        words = [word for word in args.config if word != "status"]
+        if len(words) > 1:
+            raise ConfigError(f"one config a run, not {' and '.join(words)}")
+        run_config = config.load(words[0] if words else default_config(), args.overrides)
+        if "status" in args.config:
+            print("\n".join(status.lines(run_config)))
+            return 0
         pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, args.deadline)
         if args.plan:
             print(plan.show(run_config, deadline=args.deadline))
             return 0
         if args.dry_run:
-            plans = [pipeline.plan(step) for step in pipeline.steps]
-            print(json.dumps({"run": run_config.run.name, "dry_run": True, "stages": plans}))
+            stages = [pipeline.plan(step) for step in pipeline.steps]
+            found = preflight.findings(run_config, [step.stage for step in pipeline.steps])
+            for finding in found:
+                log.info("finding: %s", finding)
+            print(json.dumps({"run": run_config.run.name, "dry_run": True, "findings": found, "stages": stages}))
             return 0
         if run_config.target.model == default_model.FOLDER:
             default_model.ensure()

@@ -327,7 +327,7 @@ def _records(path: Path, limit: int | None = None) -> list[dict]:
 
 
 def _progress(path: Path) -> tuple[list[tuple[float, float]], str]:
-    """(minutes, rate since the line before) of a log's progress lines, and their unit; the clock may pass midnight."""
+    """(minutes, rate since the line before) of a log's progress lines and their unit; the clock may pass midnight."""
     seen, unit, day = [], "rows", 0
     text = path.read_text(errors="replace") if path.exists() else ""
     for line in text.splitlines():

@@ -1,0 +1,195 @@
+"""Every check of every stage that can be made before the first: what is knowable at 19:00 must not fail at 04:00."""
+
+import json
+import os
+import pwd
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import get_args
+from urllib.parse import urlsplit
+
+from drafter import artifacts, config, gpu, native, plan, rates, server, verifier
+from drafter.errors import ConfigError, StageError
+
+ENGINE = "engine.json"  # what the installed vLLM said about this target
+
+# Asked in the server's own interpreter, since that may be another environment.
+ASK_ENGINE = """
+import importlib.metadata, json, sys
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.interfaces import supports_eagle3
+model = ModelRegistry._try_load_model_cls(sys.argv[1]) if sys.argv[1] in ModelRegistry.get_supported_archs() else None
+print(json.dumps({"known": model is not None, "eagle3": bool(model and supports_eagle3(model))}))
+"""
+
+Check = Callable[[config.Config], Iterable[str]]
+
+
+def findings(run_config: config.Config, stages: Iterable[config.StageName]) -> list[str]:
+    """What would stop one of these stages later, one line each; empty when nothing is known to be wrong."""
+    stages = set(stages)
+    found: list[str] = []
+    for needed_by, check in CHECKS:
+        if stages & set(needed_by):
+            try:
+                found += check(run_config)
+            except (StageError, OSError) as error:
+                found.append(str(error))
+    return found
+
+
+def target(run_config: config.Config) -> Iterator[str]:
+    """Layer ids and lengths against the model, and its three tensors, which training and the probe need."""
+    run_config.check_against_model()
+    verifier.read_verifier(run_config.target.model)
+    yield from ()
+
+
+def reference(run_config: config.Config) -> Iterator[str]:
+    """The drafter to start from opens, and drafts for this target."""
+    if run_config.train.warm_start:
+        native.check_folder(run_config.train.warm_start, run_config.target)
+    yield from ()
+
+
+def sources(run_config: config.Config) -> Iterator[str]:
+    for source in run_config.prompts:
+        if source.path and not source.path.exists():
+            yield f"prompts: no file {source.path}"
+
+
+def engine(run_config: config.Config) -> Iterator[str]:
+    """The installed vLLM can draft for this kind of model. Asked once a run, since importing vLLM takes long."""
+    own = run_config.servers.evaluate
+    if own.kind != "command":
+        return
+    architecture, kept = run_config.target.architecture.name, run_config.run_dir / ENGINE
+    question = {"python": own.python or sys.executable, "architecture": architecture}
+    answer = json.loads(kept.read_text()) if kept.exists() else {}
+    if {key: answer.get(key) for key in question} != question:
+        done = subprocess.run(
+            [question["python"], "-c", ASK_ENGINE, architecture],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=server.environment(own),
+        )
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            yield f"servers.evaluate: {question['python']} cannot import vLLM: {last[0]}"
+            return
+        answer = question | json.loads(done.stdout.splitlines()[-1])
+        if run_config.run_dir.exists():
+            artifacts.write_json(kept, answer)
+    if not answer["eagle3"]:
+        yield f"this vLLM knows no EAGLE-3 drafter for {architecture}; Kimi needs {native.MIN_ENGINE} or newer"
+
+
+def versions(run_config: config.Config) -> Iterator[str]:
+    native.check_engine(run_config.servers.evaluate)
+    yield from ()
+
+
+def ports(run_config: config.Config) -> Iterator[str]:
+    """A `command` role that is not up yet needs its port free."""
+    for role in get_args(config.Role):
+        own = getattr(run_config.servers, role)
+        if own.kind != "command" or server.alive(run_config, role):
+            continue
+        address = urlsplit(own.url)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address.hostname, address.port or 80))
+            except OSError as error:
+                yield f"servers.{role}.url: cannot listen at {own.url} ({error.strerror})"
+
+
+def units(run_config: config.Config) -> Iterator[str]:
+    """The units are installed, and this user may start and stop them as configured."""
+    for role in get_args(config.Role):
+        own = getattr(run_config.servers, role)
+        if own.kind != "systemd":
+            continue
+        server.restarts_of(own)
+        if Path(own.systemctl[0]).name == "sudo":
+            for verb in ("start", "stop"):
+                prefix = [part for part in own.systemctl[:-1] if part != "-l"]
+                asked = [*prefix, "-l", own.systemctl[-1], verb, own.unit]
+                if subprocess.run(asked, capture_output=True, timeout=30).returncode:
+                    yield f"servers.{role}: this user may not run {' '.join([*own.systemctl, verb, own.unit])}"
+
+
+def shared_folder(run_config: config.Config) -> Iterator[str]:
+    """What the extract unit's user writes, this user must be able to rename and delete."""
+    own = run_config.servers.extract
+    if own.kind != "systemd":
+        return
+    shown = server.systemctl(own, "show", own.unit, "--property=User,UMask")
+    unit = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    me = pwd.getpwuid(os.getuid()).pw_name
+    if unit.get("User") in (me, "", None) or me == "root":
+        return
+    folder = run_config.run.dir
+    mode = folder.stat()
+    if not mode.st_mode & 0o2000 or not mode.st_mode & 0o020 or mode.st_gid not in (os.getgid(), *os.getgroups()):
+        yield f"{own.unit} runs as {unit['User']}: make {folder} a shared folder (chgrp a common group, chmod 2775)"
+    if int(unit.get("UMask", "0022"), 8) & 0o020:
+        yield f"{own.unit} writes files that its group cannot change: set UMask=0002 in the unit"
+
+
+def folders(run_config: config.Config) -> Iterator[str]:
+    folder = run_config.run_dir
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield f"run.dir: this user may not write in {folder}"
+
+
+def space(run_config: config.Config) -> Iterator[str]:
+    """The states that are still to be written, against the disk without its reserve."""
+    platform = rates.profile(rates.default_profile(run_config))
+    known = rates.measured_or(run_config, platform)
+    asked = plan.rows_asked(run_config)
+    if asked is None:
+        return
+    parts = plan.estimate(run_config, known, plan.sizes(run_config, platform), asked)
+    free, needed = plan.disk_left(run_config), plan.disk(parts)
+    if needed > free:
+        yield (
+            f"{asked:,} rows need about {plan.size(needed)} and {plan.size(free)} are free beside the reserve; "
+            f"possible is {plan.proposal(run_config, known, platform, None)}"
+        )
+
+
+def gpus(run_config: config.Config) -> Iterator[str]:
+    present = gpu.memory_used()
+    for role in get_args(config.Role):
+        absent = set(getattr(run_config.servers, role).gpus) - set(present)
+        if absent and present:
+            yield f"servers.{role}.gpus: this machine has no GPU {', '.join(map(str, sorted(absent)))}"
+
+
+SERVED = ("01b_synthetic", "02_hidden_states", "06_acceptance")
+CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
+    (config.STAGES, folders),
+    (config.STAGES, target),
+    (("01b_synthetic",), sources),
+    (("04_train", "05_export", "06_acceptance"), reference),
+    (SERVED, units),
+    (("02_hidden_states",), shared_folder),
+    (SERVED, ports),
+    (SERVED, gpus),
+    (("06_acceptance",), versions),
+    (("06_acceptance",), engine),
+    (("02_hidden_states",), space),
+)
+
+
+def check(run_config: config.Config, stages: Iterable[config.StageName]) -> None:
+    """Raises ConfigError with every finding."""
+    if found := findings(run_config, stages):
+        raise ConfigError("before anything is started: " + "; ".join(found))
