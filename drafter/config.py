@@ -174,7 +174,8 @@ class Generate(Section):
 
 class Extract(Section):
     dtype: Literal["bf16", "fp8"] = "bf16"
-    concurrency: PositiveInt = 32
+    concurrency: PositiveInt = 32  # requests in flight
+    tokens_per_request: PositiveInt = 4096  # short rows share a request up to this many; a longer row goes alone
     reserve_gb: Annotated[float, Field(ge=0)] = 50
     probe_rows: PositiveInt = 4
     rows_per_shard: PositiveInt = 1000  # rows between two probes

@@ -132,6 +132,7 @@ class IndexEntry:
     supervised: list[list[int]]
     think_end: int | None
     bytes: int
+    digest: str = ""  # of the token ids in the file
 
     def to_record(self) -> dict:
         return shallow(self)

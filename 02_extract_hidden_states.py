@@ -1,0 +1,64 @@
+"""Stage 02: hidden states of every row of stage 01b.
+
+Each row's token ids go through the target once more as prefill; the extract server's connector writes the states of
+`target.layer_ids` to `02_hidden_states/<xx>/<row_id>.safetensors`, checked before they get that name. Before the
+first row, and on a few rows of every shard, a probe shows that they are the right states.
+
+    python 02_extract_hidden_states.py --config configs/smollm2_cpu.yaml
+    python 02_extract_hidden_states.py --probe         # only the probe
+    python 02_extract_hidden_states.py --verify        # every byte of every file; the index anew; no server needed
+    python 02_extract_hidden_states.py --shard 2/3     # host 2 of 3 that share a file system
+"""
+
+import sys
+
+from drafter import client, extract, server, stage, worklist
+from drafter.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = stage.parser(__doc__)
+    arguments.add_argument("--probe", action="store_true", help="check the server's states and stop")
+    arguments.add_argument("--verify", action="store_true", help="check every published byte and rebuild the index")
+    arguments.add_argument("--shard", default="1/1", metavar="I/N", help="extract this part of the rows")
+    return stage.run("02_hidden_states", body, arguments, argv)
+
+
+def body(run: stage.Stage) -> dict:
+    config, folder = run.config, run.folder
+    share = worklist.Share.parse(run.args.shard)
+    if not run.args.dry_run:
+        run.require("01b_synthetic")
+    items, rejected = worklist.read_items(config, run.args.limit)
+    done = worklist.present(folder, items)
+    todo = [item for item in items if item.row_id in share and item.row_id not in done]
+    plan = worklist.plan(config, todo, folder)
+    if run.args.dry_run:
+        return extract.dry_run(run, items, todo, plan)
+
+    run.begin(extract.QUESTION)
+    with worklist.locked(folder, share):
+        if run.args.verify:
+            return extract.verify(run, items, rejected, share)
+        worklist.sweep(folder, share)
+        todo = worklist.adopt(config, folder, todo, share)
+        if not todo:
+            stage.say("nothing left to extract: %d rows", len(items))
+            extract.record(run, items, rejected, share)
+            return extract.finish(run, items, share)
+        if "advice" in plan:
+            raise ConfigError(plan["advice"])
+        server.check(config, "extract")
+        extraction = extract.Extraction(config, folder, todo, share, stage.Progress(len(todo), "rows"))
+        if run.args.probe:
+            client.run(extraction.probe_only())
+            return run.finish() | {"probe": extraction.probes[0], "pending": 0}
+        try:
+            client.run(extraction.run())
+        finally:
+            extract.record(run, items, rejected, share, extraction)
+        return extract.finish(run, items, share)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

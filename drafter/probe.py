@@ -1,0 +1,148 @@
+"""The capture probe: are the captured states the *right* ones?
+
+The server's own `prompt_logprobs` are compared with log_softmax(head(norm(final))) from a file's final layer and the
+target's own weights. Right states differ by a few hundredths of a nat; the layer before, a second norm, a missing
+norm, a position off by one or another row's states differ by 1 to 500. The auxiliary layers of a target that is small
+enough to load are compared with transformers' `hidden_states[i]`.
+"""
+
+import asyncio
+import functools
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafter import states
+from drafter.client import Client
+from drafter.config import Config
+from drafter.errors import ContractError
+from drafter.verifier import read_verifier
+
+TOKENS = 512  # of a row that are compared: the server computes logits for each
+MEAN_NAT, TOP1 = 0.1, 0.95
+RELATIVE = 0.15  # of an auxiliary layer's norm; two bf16 implementations differ by 0.01 to 0.03
+SMALL_BYTES = 2 << 30  # of weights, for a target that is loaded to compare its layers
+CHUNK = 128  # positions whose logits are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    rows: int
+    positions: int
+    mean_nat: float
+    max_nat: float
+    top1: float
+    layers: dict[str, dict] | None  # asked id -> the nearest id and its relative distance; None: target too large
+
+    @property
+    def passed(self) -> bool:
+        right = all(int(asked) == got["nearest"] and got["distance"] < RELATIVE for asked, got in self.aux.items())
+        return self.mean_nat < MEAN_NAT and self.top1 > TOP1 and right
+
+    @property
+    def aux(self) -> dict[str, dict]:
+        return self.layers or {}
+
+    def to_record(self) -> dict:
+        return asdict(self) | {"passed": self.passed}
+
+    def __str__(self) -> str:
+        layers = "".join(f", layer {i} nearest {g['nearest']} at {g['distance']:.3f}" for i, g in self.aux.items())
+        return (
+            f"{self.positions} positions of {self.rows} rows differ by {self.mean_nat:.4f} nat on average "
+            f"({self.max_nat:.3f} at most; the bar is {MEAN_NAT}), top-1 equal on {self.top1:.3f} "
+            f"(the bar is {TOP1}){layers}"
+        )
+
+
+class Probe:
+    def __init__(self, config: Config):
+        self.config = config
+
+    @functools.cached_property
+    def _verifier(self):
+        return read_verifier(self.config.target.model)
+
+    @functools.cached_property
+    def _reference(self):
+        return load_reference(self.config.target.model)
+
+    async def check(self, client: Client, rows: list[tuple[list[int], Path]]) -> Result:
+        """Compare files with the server's own log-probabilities of their token ids. Raises ContractError."""
+        replies = await asyncio.gather(*(self._ask(client, ids[:TOKENS]) for ids, _path in rows))
+        return await asyncio.to_thread(self._compare, rows, replies)
+
+    async def _ask(self, client: Client, ids: list[int]) -> list:
+        body = {"model": self.config.target.served_name, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        reply = await client.post("/v1/completions", body | {"prompt_logprobs": 1}, timeout=600)
+        try:
+            return reply["choices"][0]["prompt_logprobs"]
+        except (KeyError, IndexError, TypeError):
+            raise ContractError("the extract server sends no prompt_logprobs") from None
+
+    def _compare(self, rows: list[tuple[list[int], Path]], replies: list) -> Result:
+        differences, hits, distances = [], [], []
+        for (ids, path), logprobs in zip(rows, replies, strict=True):
+            ids = ids[:TOKENS]
+            captured = states.read_states(path)
+            served = torch.tensor([logprobs[t][str(ids[t])]["logprob"] for t in range(1, len(ids))])
+            best = torch.tensor([_best(logprobs[t]) for t in range(1, len(ids))])
+            for start in range(0, len(ids) - 1, CHUNK):
+                window = slice(start, min(start + CHUNK, len(ids) - 1))
+                ours = self._verifier.log_probs(captured.final[window])
+                actual = torch.tensor(ids[window.start + 1 : window.stop + 1])
+                differences.append((ours.gather(1, actual[:, None])[:, 0] - served[window]).abs())
+                hits.append(ours.argmax(dim=-1) == best[window])
+            if self._reference is not None:
+                distances.append(self._reference.distances(ids, captured))
+        difference, hit = torch.cat(differences), torch.cat(hits)
+        return Result(
+            rows=len(rows),
+            positions=len(difference),
+            mean_nat=difference.mean().nan_to_num(float("inf")).item(),
+            max_nat=difference.max().item(),
+            top1=hit.float().mean().item(),
+            layers=self._nearest(torch.stack(distances).mean(dim=0)) if distances else None,
+        )
+
+    def _nearest(self, distances: Tensor) -> dict[str, dict]:
+        return {
+            str(asked): {"nearest": int(row.argmin()), "distance": round(row.min().item(), 4)}
+            for asked, row in zip(self.config.target.aux_layer_ids, distances, strict=True)
+        }
+
+
+def _best(entry: dict) -> int:
+    return next(int(token) for token, facts in entry.items() if facts["rank"] == 1)
+
+
+class Reference:
+    """The target in transformers, for its layers' inputs."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model.eval()
+
+    @torch.no_grad()
+    def distances(self, ids: list[int], captured: states.States) -> Tensor:
+        """Relative distance of each captured auxiliary layer from each layer's input: [A, N]."""
+        output = self.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+        # The last of them has been through the final norm.
+        layers = torch.stack([state[0].float() for state in output.hidden_states[:-1]])
+        aux = captured.aux[: len(ids)].transpose(0, 1).float()
+        return torch.stack([(layers - one).norm(dim=(1, 2)) / layers.norm(dim=(1, 2)) for one in aux])
+
+
+def load_reference(model: Path) -> Reference | None:
+    """None when the target is too large to load beside the server, or transformers does not know it."""
+    if sum(path.stat().st_size for path in model.glob("*.safetensors")) > SMALL_BYTES:
+        return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    outer = AutoConfig.from_pretrained(model)
+    inner = outer.get_text_config()
+    # A nested checkpoint's text model has its names behind a prefix.
+    mapping = None if inner is outer else {r"^language_model\.": ""}
+    loaded = AutoModelForCausalLM.from_pretrained(model, config=inner, key_mapping=mapping, dtype=torch.float32)
+    return Reference(loaded)

@@ -1,0 +1,261 @@
+"""What stage 02 is asked for, what of it is there, what is left, and whether it fits the disk."""
+
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafter import artifacts, contracts, states
+from drafter.config import Config
+from drafter.contracts import IndexEntry
+from drafter.errors import ConfigError, ContractError, RowError
+from drafter.stage import say
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """A row as it is extracted: cut at `max_seq_len`, its token ids still on disk."""
+
+    row_id: str
+    conv_id: str
+    source: str
+    tokens: int
+    row_tokens: int
+    supervised: list[list[int]]
+    think_end: int | None
+    digest: str  # of the ids after the cut
+    file: Path
+    offset: int  # of the row's line in `file`
+
+    def input_ids(self) -> list[int]:
+        with open(self.file, "rb") as file:
+            file.seek(self.offset)
+            return json.loads(file.readline())["input_ids"][: self.tokens]
+
+    def entry(self, size: int) -> IndexEntry:
+        return IndexEntry(
+            row_id=self.row_id,
+            conv_id=self.conv_id,
+            source=self.source,
+            tokens=self.tokens,
+            row_tokens=self.row_tokens,
+            supervised=self.supervised,
+            think_end=self.think_end,
+            bytes=size,
+            digest=self.digest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    row_id: str
+    reason: str
+    detail: str = ""
+
+    def to_record(self) -> dict:
+        return {"row_id": self.row_id, "reason": self.reason, "detail": self.detail}
+
+
+def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], list[Rejected]]:
+    """The rows of stage 01b in order, as they will be extracted, and those that cannot be.
+
+    Raises ContractError on a broken row.
+    """
+    items: list[Item] = []
+    rejected: list[Rejected] = []
+    vocabulary = config.target.architecture.vocab_size
+    for file in sorted(config.stage_dir("01b_synthetic").glob("shard-*.jsonl")):
+        offset = 0
+        with open(file, "rb") as lines:
+            for line in lines:
+                if limit is not None and len(items) + len(rejected) >= limit:
+                    return items, rejected
+                row = contracts.Row.from_record(json.loads(line))
+                start, offset = offset, offset + len(line)
+                try:
+                    items.append(_cut(row, config.target.max_seq_len, vocabulary, file, start))
+                except RowError as error:
+                    rejected.append(Rejected(row.row_id, error.reason, error.detail))
+    return items, rejected
+
+
+def _cut(row: contracts.Row, max_seq_len: int, vocabulary: int, file: Path, offset: int) -> Item:
+    ids = row.input_ids[:max_seq_len]
+    supervised = contracts.cut(row.supervised, len(ids))
+    if len(ids) < 3:
+        raise RowError("too_short", f"{len(ids)} tokens")
+    if not supervised:
+        raise RowError("no_supervised_tokens", f"the first supervised token is at {row.supervised[0][0]}")
+    if not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise RowError("bad_token_ids", f"ids from {min(ids)} to {max(ids)}, the vocabulary has {vocabulary}")
+    return Item(
+        row_id=row.row_id,
+        conv_id=row.conv_id,
+        source=row.source,
+        tokens=len(ids),
+        row_tokens=len(row.input_ids),
+        supervised=supervised,
+        think_end=row.think_end if row.think_end is not None and row.think_end < len(ids) else None,
+        digest=states.ids_digest(ids),
+        file=file,
+        offset=offset,
+    )
+
+
+# Shards of hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Part i of n of the rows, by their ids: hosts that share a file system work on disjoint rows."""
+
+    index: int = 1
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        try:
+            index, of = map(int, text.split("/"))
+        except ValueError:
+            raise ConfigError(f"--shard {text}: write it as i/n") from None
+        if not 1 <= index <= of:
+            raise ConfigError(f"--shard {text}: i must be between 1 and {of}")
+        return cls(index, of)
+
+    def __contains__(self, row_id: str) -> bool:
+        return zlib.crc32(row_id.encode()) % self.of == self.index - 1
+
+    def __str__(self) -> str:
+        return f"{self.index}of{self.of}"
+
+
+# What is there, what is left
+
+
+def present(folder: Path, items: Iterable[Item]) -> dict[str, IndexEntry]:
+    """Rows whose published file is vouched for by a journal and still has its size."""
+    known = {r["row_id"]: r for path in sorted(folder.glob(".journal/*.jsonl")) for r in artifacts.read_jsonl(path)}
+    sizes = {file.name: file.stat().st_size for file in _files(folder)}
+    found = {}
+    for item in items:
+        record = known.get(item.row_id)
+        size = sizes.get(contracts.states_path(item.row_id).name)
+        if record and size == record["bytes"] and record["digest"] == item.digest:
+            found[item.row_id] = item.entry(size)
+    return found
+
+
+def _files(folder: Path) -> Iterator[os.DirEntry]:
+    for entry in os.scandir(folder) if folder.exists() else ():
+        if len(entry.name) == 2 and entry.is_dir():
+            yield from os.scandir(entry.path)
+
+
+def check_file(config: Config, item: Item, path: Path) -> IndexEntry:
+    """Every byte of a published file against its row. Raises RowError, ContractError or FileNotFoundError."""
+    _check_answer(config, item, states.read_header(path))
+    states.check_content(path)
+    return item.entry(path.stat().st_size)
+
+
+def _check_answer(config: Config, item: Item, header: states.Header) -> None:
+    target = config.target
+    hidden = target.architecture.hidden_size
+    states.check_header(header, item.row_id, item.input_ids(), target.layer_ids, hidden, config.extract.dtype)
+
+
+def adopt(config: Config, folder: Path, todo: Iterable[Item], share: Share) -> list[Item]:
+    """What is left of `todo` once files that no journal vouches for yet, as a kill leaves them, were checked.
+
+    The right ones are vouched for; the others are removed.
+    """
+    left = []
+    with artifacts.Journal(folder / ".journal" / f"{share}.jsonl") as journal:
+        for item in todo:
+            path = folder / contracts.states_path(item.row_id)
+            try:
+                journal.append(check_file(config, item, path).to_record())
+                continue
+            except FileNotFoundError:
+                pass
+            except (RowError, ContractError) as error:
+                say("%s is redone: %s", item.row_id, error)
+                path.unlink()
+            left.append(item)
+        artifacts.sync_file_system(folder)
+    return left
+
+
+def sweep(folder: Path, share: Share) -> int:
+    """Remove what crashes left unpublished of this share's rows; the number removed."""
+    stray = [f for f in _files(folder) if not f.name.endswith(".safetensors") and f.name.partition(".")[0] in share]
+    for file in stray:
+        Path(file.path).unlink(missing_ok=True)
+    return len(stray)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, share: Share) -> Iterator[None]:
+    """One client for each share, and no two ways of sharing at once. Raises ConfigError."""
+    with contextlib.ExitStack() as stack:
+        for other in folder.glob(".shares/*"):
+            if not other.name.endswith(f"of{share.of}"):
+                stack.enter_context(artifacts.locked(other))
+        stack.enter_context(artifacts.locked(folder / ".shares" / str(share)))
+        yield
+
+
+def write_index(folder: Path, items: list[Item]) -> dict[str, IndexEntry]:
+    """Join the rows with the journals of all hosts into `index.jsonl`, in the rows' order."""
+    found = present(folder, items)
+    lines = [json.dumps(found[item.row_id].to_record()) for item in items if item.row_id in found]
+    artifacts.write_text(folder / "index.jsonl", "".join(f"{line}\n" for line in lines))
+    return found
+
+
+# The disk
+
+
+def bytes_of(config: Config, item: Item, tokens: int, dtype: states.Dtype) -> int:
+    target = config.target
+    facts = states.metadata(item.row_id, target.served_name, target.layer_ids, dtype)
+    return states.file_bytes(tokens, target.architecture.hidden_size, facts)
+
+
+def plan(config: Config, todo: list[Item], folder: Path) -> dict:
+    """What the rest of the stage takes and what there is, in exact bytes; `advice` when it does not fit."""
+    dtype = config.extract.dtype
+    sizes = [bytes_of(config, item, item.tokens, dtype) for item in todo]
+    free, reserve = artifacts.free_bytes(folder), int(config.extract.reserve_gb * 1e9)
+    found = {"tokens": sum(item.tokens for item in todo), "bytes": sum(sizes), "free": free, "reserve": reserve}
+    room = free - reserve
+    if found["bytes"] <= room:
+        return found
+    fitting, count = 0, 0
+    for size in sizes:
+        fitting += size
+        count += fitting <= room
+    ways = [f"run.name as it is with --limit for {count} of the {len(todo)} rows left"]
+    if length := _longest(config, todo, room):
+        ways.append(f"target.max_seq_len {length}")
+    if dtype == "bf16" and sum(bytes_of(config, item, item.tokens, "fp8") for item in todo) <= room:
+        ways.append("extract.dtype fp8 in another run.name")
+    gigabytes = {key: f"{found[key] / 1e9:.3f} GB" for key in ("bytes", "free", "reserve")}
+    found["advice"] = (
+        f"{len(todo)} rows of {found['tokens']} tokens take {gigabytes['bytes']}; {folder} has {gigabytes['free']} "
+        f"free and extract.reserve_gb keeps {gigabytes['reserve']}. What fits: {'; '.join(ways)}"
+    )
+    return found
+
+
+def _longest(config: Config, todo: list[Item], room: int) -> int | None:
+    """The largest `max_seq_len` whose states fit."""
+    low, high = 0, config.target.max_seq_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        need = sum(bytes_of(config, item, min(item.tokens, middle), config.extract.dtype) for item in todo)
+        low, high = (middle, high) if need <= room else (low, middle - 1)
+    return low if low >= 3 else None
