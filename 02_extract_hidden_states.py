@@ -36,8 +36,8 @@ def body(run: stage.Stage) -> dict:
     if run.args.dry_run:
         return extract.dry_run(run, items, todo, plan)
 
-    run.begin(extract.QUESTION)
     with worklist.locked(folder, share):
+        run.begin(extract.QUESTION)
         if run.args.verify:
             return extract.verify(run, items, rejected, share)
         worklist.sweep(folder, share)

@@ -2,16 +2,17 @@
 
 A request names its file in `kv_transfer_params`:
 
-    {"files": {<digest of the prompt's ids>: "<xx>/<row_id>.<attempt>.part", ...},   # relative to the server's root
+    {"files": {<digest of the prompt's ids>: "<folder>/<xx>/<row_id>.<attempt>.part", ...},
      "layer_ids": [...], "dtype": "bf16" | "fp8"}
 
 Files are keyed by the prompt's content because one HTTP request may carry many prompts but only one set of
 parameters; a prompt that reached the engine changed finds no file. The reply says who writes, or why nobody does:
 
-    {"writer": <name below .writers/>, "error": null | "..."}
+    {"writer": <path>, "error": null | "..."}
 
 The reply comes before the file. A `.part` is always whole and checked; if writing fails, `.error` beside it says why.
-The writer's name is a file on which this process holds a lock, so a client can tell a late file from a dead server.
+`writer` is a file on which this process holds a lock, so a client can tell a late file from a dead server. Whatever a
+request names, nothing is written outside the folder that the server was started with.
 
 vLLM's own connector supplies the registration of the cache and the search for its group. What is replaced, and why,
 on vLLM 0.26 and 0.32: its write path needs CUDA, outruns the disk without bound and tells nobody about failures;
@@ -109,6 +110,11 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         self._new_saves.append(save)
         return True, {"writer": self._writer, "error": None}
 
+    def request_finished_all_groups(self, request, block_ids):
+        """On a model with several cache groups; a request that was never scheduled may have none."""
+        group = self._cache_kv_group_id
+        return self.request_finished(request, block_ids[group] if group < len(block_ids) else [])
+
     def _plan(self, req_id: str, params: dict, prompt: list[int], block_ids: list[int]) -> Save:
         """Raises ValueError, KeyError, TypeError or AttributeError on parameters that cannot be honoured."""
         # All names are judged with each prompt: of a request with many, the client sees one reply.
@@ -123,10 +129,10 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         return Save(req_id, part, prompt, block_ids, params["layer_ids"], params["dtype"])
 
     def _inside(self, name: str) -> Path:
-        folder, file = os.path.split(name)
-        if not file.endswith(".part") or os.path.isabs(name) or not _is_below(self._root, folder):
+        path = self._root / name
+        if path.suffix != ".part" or not _is_below(self._root, path.parent):
             raise ValueError(f"{name!r} is not a .part file below {self._root}")
-        return self._root / name
+        return path
 
     def build_connector_meta(self, scheduler_output) -> Saves:
         meta, self._new_saves = Saves(self._new_saves), []
@@ -216,7 +222,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
             states.check_tensors(tensors)
             row_id = save.part.name.partition(".")[0]
             facts = states.metadata(row_id, self._model, save.layer_ids, save.dtype)
-            save.part.parent.mkdir(exist_ok=True)
+            save.part.parent.mkdir(parents=True, exist_ok=True)
             states.write(own, tensors, facts)
             os.rename(own, save.part)
         except RowError as error:
@@ -234,20 +240,20 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
 
 
 def _announce(folder: Path) -> tuple[str, int]:
-    """A name in `folder` that is locked while this process lives, and the descriptor that holds the lock."""
+    """A file in `folder` that is locked while this process lives, and the descriptor that holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         if not states.is_locked(old):
             old.unlink(missing_ok=True)
-    name = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o666)
+    path = folder / f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    return name, fd
+    return str(path), fd
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_below(root: Path, folder: str) -> bool:
-    return (root / folder).resolve().is_relative_to(root)
+def _is_below(root: Path, folder: Path) -> bool:
+    return folder.resolve().is_relative_to(root)
 
 
 def _report(part: Path, reason: dict) -> None:
@@ -255,7 +261,7 @@ def _report(part: Path, reason: dict) -> None:
     logger.error("no hidden states at %s: %s", part, reason)
     own = part.with_suffix(".writing")
     with contextlib.suppress(OSError):
-        part.parent.mkdir(exist_ok=True)
+        part.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(json.dumps(reason))
     with contextlib.suppress(OSError):
         os.rename(own, part.with_suffix(".error"))

@@ -130,7 +130,7 @@ class Extraction:
     """One client's way through its rows; `entries` and `rejected` grow as rows are settled."""
 
     def __init__(self, config: Config, folder: Path, todo: list[Item], share: Share, progress: Progress):
-        self.config, self.folder, self.todo, self.progress = config, folder, todo, progress
+        self.config, self.folder, self.todo, self.progress = config, folder.resolve(), todo, progress
         self.entries: dict[str, IndexEntry] = {}
         self.rejected: list[Rejected] = []
         self.retries: Counter[str] = Counter()
@@ -182,12 +182,10 @@ class Extraction:
     def facts(self) -> dict:
         """What the manifest records of this run."""
         return {
-            "extracted": {
-                "rows": len(self.entries),
-                "tokens": self.tokens,
-                "seconds": round(self.seconds, 3),
-                "tokens_per_second": round(self.tokens / self.seconds) if self.seconds else None,
-            },
+            "extracted_rows": len(self.entries),
+            "extracted_tokens": self.tokens,
+            "extract_seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.tokens / self.seconds) if self.seconds else None,
             "retries": dict(self.retries),
             "probes": self.probes,
         }
@@ -241,6 +239,7 @@ class Extraction:
         self._unproven = set(range(len(self._shards)))
         for item in [item for item in self.todo if item.row_id in self.entries]:
             self._settle(item)
+        self.tokens = 0  # those of the first probe took no part in the rate
         # Files of replied requests may be late: their requests no longer count as in flight, but are bounded too.
         room = asyncio.Semaphore(4 * self.config.extract.concurrency)
         try:
@@ -298,13 +297,16 @@ class Extraction:
             again += self._once_more(item, error)
         return again
 
-    async def _request(self, batch: list[Item]) -> tuple[dict[Item, tuple[Path, list[int]]], str]:
+    async def _request(self, batch: list[Item]) -> tuple[dict[Item, tuple[Path, list[int]]], Path]:
         """Ask for the states of some rows. Returns where they will be, and who writes them. Raises RowError."""
         target = self.config.target
         ids = [item.input_ids() for item in batch]
         attempt = secrets.token_hex(4)  # a late file of an earlier attempt is never taken for this one's
-        names = [str(contracts.states_path(i.row_id).with_name(f"{i.row_id}.{attempt}.part")) for i in batch]
-        files = {item.digest: name for item, name in zip(batch, names, strict=True)}
+        parts = [
+            self.folder / contracts.states_path(item.row_id).with_name(f"{item.row_id}.{attempt}.part")
+            for item in batch
+        ]
+        files = {item.digest: str(part) for item, part in zip(batch, parts, strict=True)}
         body = {
             "model": target.served_name,
             "prompt": ids,
@@ -322,12 +324,12 @@ class Extraction:
             raise RowError("bad_reply", "the reply names no writer; is drafter.connector the server's connector?")
         if answer["error"]:
             raise RowError("bad_states", answer["error"])
-        if not (self.folder / ".writers" / answer["writer"]).exists():
-            raise RowError("bad_reply", f"the server writes elsewhere, not below {self.folder}")
-        asked = {item: (self.folder / name, own) for item, name, own in zip(batch, names, ids, strict=True)}
-        return asked, answer["writer"]
+        writer = Path(answer["writer"])
+        if not writer.exists():
+            raise RowError("bad_reply", f"the server shares no file system with this process: {writer}")
+        return dict(zip(batch, zip(parts, ids, strict=True), strict=True)), writer
 
-    async def _await(self, asked: dict, writer: str) -> tuple[dict, dict[Item, RowError]]:
+    async def _await(self, asked: dict, writer: Path) -> tuple[dict, dict[Item, RowError]]:
         """Look until every file is there or given up: what was found, and what is late."""
         loop = asyncio.get_running_loop()
         waiting, found = dict(asked), {}
@@ -341,7 +343,7 @@ class Extraction:
             if not waiting or not alive or waited > self._file_seconds:
                 break
             if waited > 1:  # asked before the next look, which therefore sees the writer's last file
-                alive = states.is_locked(self.folder / ".writers" / writer)
+                alive = states.is_locked(writer)
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.1)
         why = f"no file within {waited:.0f} s of the reply" if alive else "the server died before writing it"
@@ -394,7 +396,7 @@ class Extraction:
     def _settle(self, item: Item) -> None:
         self.tokens += item.tokens
         rate = self.tokens / max(time.monotonic() - self._started, 1e-9)
-        self.progress.advance(tokens_per_s=f"{rate:.0f}", retries=self.retries.total())
+        self.progress.advance(tokens_per_s=round(rate), retries=self.retries.total())
         number = self._shard_of[item.row_id]
         self._unsettled[number] -= 1
         if self._unsettled[number] == 0:

@@ -24,6 +24,7 @@ TOKENS = 512  # of a row that are compared: the server computes logits for each
 MEAN_NAT, TOP1 = 0.1, 0.95
 RELATIVE = 0.15  # of an auxiliary layer's norm; two bf16 implementations differ by 0.01 to 0.03
 SMALL_BYTES = 2 << 30  # of weights, for a target that is loaded to compare its layers
+LAYER_TOKENS = 64  # of a row whose layers are computed a second time, on the CPU
 CHUNK = 128  # positions whose logits are held at once
 
 
@@ -127,6 +128,7 @@ class Reference:
     @torch.no_grad()
     def distances(self, ids: list[int], captured: states.States) -> Tensor:
         """Relative distance of each captured auxiliary layer from each layer's input: [A, N]."""
+        ids = ids[:LAYER_TOKENS]
         output = self.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
         # The last of them has been through the final norm.
         layers = torch.stack([state[0].float() for state in output.hidden_states[:-1]])
@@ -139,7 +141,9 @@ def load_reference(model: Path) -> Reference | None:
     if sum(path.stat().st_size for path in model.glob("*.safetensors")) > SMALL_BYTES:
         return None
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     outer = AutoConfig.from_pretrained(model)
     inner = outer.get_text_config()
     # A nested checkpoint's text model has its names behind a prefix.

@@ -1,0 +1,42 @@
+"""A connector that does wrong on purpose: how, is the first word of the file it is asked for.
+
+vLLM loads it by `kv_connector_module_path`. The server captures the neighbours of the asked layers too, so that a
+wrong layer is at hand.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from drafter.connector import HiddenStatesWriter
+from drafter.verifier import read_verifier
+
+
+class CorruptingWriter(HiddenStatesWriter):
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._folder = Path(vllm_config.model_config.model)
+        self._last = None
+
+    def _gather(self, save):
+        kind = save.part.name.partition("-")[0]
+        *aux, final = save.layer_ids
+        layers = {
+            "early": [*aux, final - 1],  # the final layer, one too early
+            "shifted": [*(layer + 1 for layer in aux), final],  # the auxiliary layers, one too late
+            "permuted": [aux[1], aux[0], *aux[2:], final],
+        }.get(kind, save.layer_ids)
+        tensors, event = super()._gather(replace(save, layer_ids=layers))
+        hidden = tensors["hidden_states"]
+        if kind == "normed":
+            hidden[:, -1] = read_verifier(self._folder).normed(hidden[:, -1])
+        elif kind == "other":  # another request's states
+            hidden.copy_(self._last.repeat(-(-len(hidden) // len(self._last)), 1, 1)[: len(hidden)])
+        elif kind == "late":  # one position off
+            hidden.copy_(hidden.roll(1, dims=0))
+        elif kind == "short":
+            tensors["hidden_states"] = hidden[:-16]
+        elif kind == "zeros":
+            hidden.zero_()
+        else:
+            self._last = hidden.clone()
+        return tensors, event
