@@ -63,6 +63,12 @@ class Metrics:
             for name, value in _scalars(figures):
                 self._board.add_scalar(f"{kind}/{name}", value, step)
 
+    def sync(self) -> None:
+        """Before a checkpoint appears: what led to it must not be lost."""
+        self._journal.sync()
+        if self._board is not None:
+            self._board.flush()
+
     def close(self) -> None:
         self._journal.close()
         if self._board is not None:

@@ -55,14 +55,17 @@ def run(stage: Stage) -> dict:
     """Train until done, early stop or a signal. Raises Interrupted after saving when a signal came."""
     with parallel.ranks() as ranks:
         stage.require("02_hidden_states")
+        check_settings(stage.config)
         dataset = read_dataset(stage, ranks.world)
+        finished, before = is_finished(stage, dataset), read_manifest(stage.folder)
+        ranks.barrier()  # every rank has read the manifest
         if ranks.main:
             stage.begin(QUESTION)
             artifacts.sweep(stage.folder)
         ranks.barrier()
-        if is_finished(stage, dataset):
-            say("trained already: %s", checkpoint.best_step(stage.folder))
-            stage.facts = read_manifest(stage.folder)["facts"]
+        if finished:
+            stage.facts = before["facts"]
+            say("trained already: %s", stage.facts["best"])
         else:
             Training(stage, dataset, ranks).run()
         stage.counts.done = stage.counts.total - stage.counts.rejected.total()
@@ -85,6 +88,21 @@ def plan(stage: Stage) -> dict:
     if not (config.target.model / "config.json").exists():
         findings.append(f"no target model at {config.target.model}")
     return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def check_settings(config: Config) -> None:
+    """Raises ConfigError on settings that contradict the warm start."""
+    train = config.train
+    if train.warm_start is None:
+        if train.l2_sp:
+            raise ConfigError("train.l2_sp pulls towards a warm start: set train.warm_start, or l2_sp to 0")
+        return
+    settings = native.read_config(train.warm_start)
+    draft.check_form(settings, config.target)
+    for key in ("draft_vocab_size", "draft_intermediate_size"):
+        asked, has = getattr(train, key), settings.get(key.replace("draft_inter", "inter"))
+        if asked is not None and asked != has:
+            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}: leave it out")
 
 
 def read_dataset(stage: Stage, world: int) -> Dataset:
@@ -249,8 +267,6 @@ class Training:
 
     def _read_anchor(self) -> list[Tensor]:
         """The warm start's own values, which L2-SP pulls towards."""
-        if self.config.train.warm_start is None:
-            raise ConfigError("train.l2_sp pulls towards a warm start: set train.warm_start, or l2_sp to 0")
         weights, _ = native.read(self.config.train.warm_start)
         return [parallel.local(parallel.like(weights[n].float(), p)).clone() for n, p in self.parameters.items()]
 
@@ -401,6 +417,7 @@ class Training:
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
         def write() -> None:
+            self.metrics.sync()
             checkpoint.save(path, weights, self.settings, moments, state)
             checkpoint.prune(self.stage.folder, self.config.train.keep_checkpoints)
 
@@ -436,9 +453,4 @@ def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[n
             counts = data.token_counts(dataset.train, dataset.folder, vocab_size)
             vocabulary = draft.draft_vocabulary(counts, settings["draft_vocab_size"])
         return draft.scratch_weights(settings, verifier, vocabulary, config.run.seed), settings
-    weights, settings = native.check_folder(train.warm_start, config.target), native.read_config(train.warm_start)
-    for key in ("draft_vocab_size", "draft_intermediate_size"):
-        asked, has = getattr(train, key), settings.get(key.replace("draft_inter", "inter"))
-        if asked is not None and asked != has:
-            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}: leave it out")
-    return weights, settings
+    return native.check_folder(train.warm_start, config.target), native.read_config(train.warm_start)

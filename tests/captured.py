@@ -1,13 +1,20 @@
 """A finished stage 02 of random states for the tiny models, small enough to train on in a test."""
 
+import contextlib
 import hashlib
+import io
 import json
+import os
+import signal
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import yaml
 
-from drafter import config, contracts, states
+from drafter import config, contracts, stage, states
+from drafter import train as train_stage
 from tests import tiny_models
 
 HIDDEN, VOCAB, LAYER_IDS = tiny_models.HIDDEN, tiny_models.VOCAB, tiny_models.LAYER_IDS
@@ -67,3 +74,63 @@ def write_run(folder: Path, target: Path, rows: int = 24, warm_start: Path | Non
     entries = [write_row(captured, i, 20 + i * 7 % 21, [[5 + i % 4, 20 + i * 7 % 21]]) for i in range(rows)]
     write_stage(captured, entries)
     return path
+
+
+def train(path: Path, *overrides: str, limit: int | None = None) -> tuple[int, dict]:
+    """Run stage 04 in this process: exit code and summary line."""
+    argv = ["--config", str(path), *(part for override in overrides for part in ("--set", override))]
+    argv += ["--limit", str(limit)] if limit else []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            code = stage.run("04_train", lambda this: train_stage.run(this), stage.parser(""), argv)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    lines = printed.getvalue().splitlines()
+    return code, json.loads(lines[-1]) if lines else {}
+
+
+def forked(work: Callable[[], int | None]) -> int:
+    """Start `work` in a forked process and return its id. One thread: a fork has no others."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            code = work() or 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def wait(pid: int) -> int:
+    """Exit code of a forked process, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def train_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:
+    """Run stage 04 on `world` gloo ranks; their exit codes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+
+    def rank(number: int) -> Callable[[], int]:
+        def work() -> int:
+            os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            return train(path, *overrides)[0]
+
+        return work
+
+    pids = [forked(rank(number)) for number in range(world)]
+    return [wait(pid) for pid in pids]
+
+
+def metrics(path: Path, kind: str = "train") -> list[dict]:
+    """Records of a run's metrics.jsonl without what depends on the clock."""
+    lines = (path.parent / "runs/run/04_train/metrics.jsonl").read_text().splitlines()
+    clock = ("tokens_per_s", "data_share", "seconds")
+    records = [json.loads(line) for line in lines]
+    return [{k: v for k, v in r.items() if k not in clock} for r in records if r["kind"] == kind]

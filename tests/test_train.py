@@ -1,0 +1,437 @@
+"""Stage 04: right, resumable, on one process or several."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from drafter import checkpoint, config, native, train
+from tests import captured, tiny_models
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return tiny_models.make_tiny_mla(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def warm_start(target, tmp_path_factory):
+    return tiny_models.make_drafter(target, tmp_path_factory.mktemp("drafter"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Bitwise equality is promised for one number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def folder(path):
+    return path.parent / "runs/run/04_train"
+
+
+def last(path):
+    return checkpoint.complete_steps(folder(path))[-1]
+
+
+def everything(path):
+    """All that a run leaves: weights, moments, state, records."""
+    step = last(path)
+    state = checkpoint.read_state(step)
+    state.pop("seconds_per_step")
+    return checkpoint.read_draft(step)[0], checkpoint.read_moments(step), state, captured.metrics(path)
+
+
+def assert_same(one, other):
+    for ours, theirs in zip(one[:2], other[:2], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name
+    assert one[2:] == other[2:]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(target, warm_start, tmp_path_factory):
+    """A run from beginning to end, and all it left."""
+    torch.set_num_threads(1)
+    path = captured.write_run(tmp_path_factory.mktemp("whole"), target, warm_start=warm_start)
+    code, summary = captured.train(path)
+    assert code == 0, summary
+    return path, summary, everything(path)
+
+
+def test_a_run_learns_and_says_so(undisturbed):
+    path, summary, _ = undisturbed
+    records = captured.metrics(path)
+    steps = len(records)
+    assert [r["step"] for r in records] == list(range(1, steps + 1))
+    assert records[-1]["loss_total"] < records[0]["loss_total"]
+    validations = captured.metrics(path, "validation")
+    assert [v["step"] for v in validations] == [0, *[s for s in range(1, steps + 1) if s % 4 == 0 or s == steps]]
+    assert summary["in"] == summary["out"] == 24 and summary["pending"] == 0
+    facts = summary["facts"]
+    assert facts["best"] == checkpoint.best_step(folder(path)).name
+    assert facts["last_step"] == facts["steps"] == steps
+    assert facts["rows_train"] + facts["rows_validation"] == 24
+    assert 0 < facts["out_of_vocabulary_share"] < 1 and 0 < facts["supervised_share"] < 1
+    assert len(checkpoint.complete_steps(folder(path))) <= 3
+
+
+def test_a_finished_run_does_nothing(undisturbed):
+    path, _, before = undisturbed
+    stamp = (last(path) / checkpoint.WEIGHTS).stat().st_mtime_ns
+    code, summary = captured.train(path)
+    assert code == 0 and summary["facts"]["best"]
+    assert (last(path) / checkpoint.WEIGHTS).stat().st_mtime_ns == stamp
+    assert_same(everything(path), before)
+
+
+def test_the_dry_run_counts_steps(undisturbed, tmp_path, target):
+    from drafter import stage
+
+    def pending(path):
+        args = stage.parser("").parse_args(["--dry-run", "--config", str(path)])
+        return train.plan(stage.Stage("04_train", config.load(path), args))
+
+    assert pending(undisturbed[0])["pending"] == 0
+    fresh = pending(captured.write_run(tmp_path, target))
+    assert fresh["pending"] > 0 and fresh["findings"] == []
+    (tmp_path / "empty").mkdir()
+    nothing = pending(captured.write_config(tmp_path / "empty", target))
+    assert "no hidden states" in nothing["findings"][0]
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+def test_stopping_and_resuming_changes_nothing(undisturbed, target, warm_start, tmp_path, monkeypatch, stop):
+    """T12: losses, learning rates, order, weights and moments are bit for bit those of the undisturbed run."""
+    path = captured.write_run(tmp_path, target, warm_start=warm_start)
+    original = train.Training._step
+
+    def step(self, planned):
+        if planned.number == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, planned)
+
+    monkeypatch.setattr(train.Training, "_step", step)
+    code, summary = captured.train(path)
+    assert code == 143 and "signal 15" in summary["error"]
+    assert checkpoint.step_number(last(path)) == stop
+    monkeypatch.undo()
+    code, _ = captured.train(path)
+    assert code == 0
+    state = everything(path)
+    assert_same(state, undisturbed[2])
+
+
+def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tmp_path, monkeypatch):
+    """T12, T13: SIGKILL after every second step, and once in the middle of a save."""
+    path = captured.write_run(tmp_path, target, warm_start=warm_start)
+    original, save = train.Training._step, checkpoint.save_file
+
+    def killed(at):
+        def work():
+            def step(self, planned):
+                if planned.number == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(self, planned)
+
+            monkeypatch.setattr(train.Training, "_step", step)
+            captured.train(path, "train.save_every=1")
+
+        return captured.wait(captured.forked(work))
+
+    def killed_saving():
+        def work():
+            def half(*args, **kwargs):
+                save(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            monkeypatch.setattr(checkpoint, "save_file", half)
+            captured.train(path)
+
+        return captured.wait(captured.forked(work))
+
+    steps = len(undisturbed[2][3])
+    assert [killed(at) for at in range(2, steps, 2)] == [-signal.SIGKILL] * len(range(2, steps, 2))
+    assert killed_saving() == -signal.SIGKILL
+    assert captured.train(path, "train.save_every=1")[0] == 0
+    ours, whole = everything(path), undisturbed[2]
+    validation = ("best", "stale")  # it validates at every save, here more often
+    states = [{k: v for k, v in run[2].items() if k not in validation} for run in (ours, whole)]
+    assert_same((*ours[:2], states[0], ours[3]), (*whole[:2], states[1], whole[3]))
+    assert not list(folder(path).glob("*.part"))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_exits(target, warm_start, tmp_path, number, expected):
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=400)
+    pid = captured.forked(lambda: captured.train(path)[0])
+    journal = folder(path) / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not journal.exists() or journal.stat().st_size < 3000):
+        time.sleep(0.05)
+    os.kill(pid, number)
+    assert captured.wait(pid) == expected
+    step = checkpoint.step_number(last(path))
+    assert step > 0 and captured.metrics(path)[-1]["step"] == step
+    assert json.loads((folder(path) / "manifest.json").read_text())["status"] == "failed"
+
+
+def test_a_full_disk_keeps_the_step_before_and_can_be_resumed(undisturbed, target, warm_start, tmp_path, monkeypatch):
+    """T13"""
+    path = captured.write_run(tmp_path, target, warm_start=warm_start)
+    save = checkpoint.save_file
+
+    def full(tensors, place, *args):
+        if "step-00000004" not in str(place):
+            raise OSError(28, "No space left on device")
+        save(tensors, place, *args)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    code, summary = captured.train(path)
+    assert code == 3 and "No space left" in summary["error"] and "step-00000004 is kept" in summary["error"]
+    monkeypatch.undo()
+    assert captured.train(path)[0] == 0
+    assert_same(everything(path), undisturbed[2])
+
+
+def test_moments_come_back_by_name(undisturbed, warm_start):
+    """T14: of every trainable tensor, stepped ones."""
+    moments = checkpoint.read_moments(last(undisturbed[0]))
+    trainable = {n for n in native.read(warm_start)[0] if n not in ("d2t", "t2d")}
+    assert set(moments) == {f"{n}.{kind}" for n in trainable for kind in ("exp_avg", "exp_avg_sq")}
+    assert all(t.abs().sum() > 0 for n, t in moments.items() if n.endswith("exp_avg_sq"))
+
+
+# Changed questions
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("train.lr=0.5", "train.lr"),
+        ("train.trainable=[fc]", "train.trainable"),  # T14
+        ("train.ttt_steps=2", "train.ttt_steps"),
+        ("train.warm_start=null", "train.warm_start"),
+        ("run.seed=1", "run.seed"),
+        ("train.tokens_per_step=128", "packs_per_step"),
+    ],
+)
+def test_a_changed_question_is_refused_by_name(undisturbed, change, named):
+    path = undisturbed[0]
+    stamp = (folder(path) / "manifest.json").read_text()
+    code, summary = captured.train(path, change, "train.epochs=3")
+    assert code == 2 and named in summary["error"] and "another run.name" in summary["error"]
+    (folder(path) / "manifest.json").write_text(stamp)
+
+
+def test_other_rows_are_refused_by_name(undisturbed):
+    path = undisturbed[0]
+    stamp = (folder(path) / "manifest.json").read_text()
+    code, summary = captured.train(path, limit=20)
+    assert code == 2 and "rows (was" in summary["error"]
+    (folder(path) / "manifest.json").write_text(stamp)
+
+
+def test_more_epochs_carry_on(target, warm_start, tmp_path):
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=1)
+    assert captured.train(path)[0] == 0
+    steps = checkpoint.step_number(last(path))
+    assert captured.train(path, "train.epochs=2")[0] == 0
+    assert checkpoint.step_number(last(path)) == 2 * steps
+    assert [r["step"] for r in captured.metrics(path)] == list(range(1, 2 * steps + 1))
+
+
+def test_the_warm_starts_vocabulary_wins(target, warm_start, tmp_path):
+    """T10: the map is the checkpoint's, whatever the rows; another size is refused."""
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, max_steps=1)
+    code, summary = captured.train(path, "train.draft_vocab_size=64")
+    assert code == 2 and "the warm start has 128" in summary["error"]
+    assert captured.train(path)[0] == 0
+    weights, _ = checkpoint.read_draft(last(path))
+    reference, _ = native.read(warm_start)
+    assert torch.equal(weights["d2t"], reference["d2t"]) and torch.equal(weights["t2d"], reference["t2d"])
+
+
+def test_another_draft_vocabulary_in_the_same_folder_is_refused(target, tmp_path):
+    """T10"""
+    path = captured.write_run(tmp_path, target, max_steps=1)
+    assert captured.train(path)[0] == 0
+    code, summary = captured.train(path, "train.draft_vocab_size=64")
+    assert code == 2 and "train.draft_vocab_size" in summary["error"]
+
+
+# Right
+
+
+def test_no_learning_rate_no_change(target, warm_start, tmp_path):
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, lr=0.0, max_steps=3)
+    assert captured.train(path)[0] == 0
+    weights, _ = checkpoint.read_draft(last(path))
+    for name, tensor in native.read(warm_start)[0].items():
+        assert torch.equal(weights[name].to(tensor.dtype), tensor), name
+
+
+@pytest.mark.parametrize("groups", [["fc"], ["layer", "norms"], ["lm_head"]])
+def test_what_is_frozen_stays(target, warm_start, tmp_path, groups):
+    from drafter.draft import group_of
+
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, trainable=groups, max_steps=2)
+    assert captured.train(path)[0] == 0
+    weights, _ = checkpoint.read_draft(last(path))
+    for name, tensor in native.read(warm_start)[0].items():
+        same = torch.equal(weights[name].to(torch.float32), tensor.to(torch.float32))
+        assert same == (group_of(name) not in groups), name
+
+
+def test_masters_keep_what_bf16_would_lose(target, warm_start, tmp_path):
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, lr=1e-6, max_steps=2, precision="bf16")
+    assert captured.train(path)[0] == 0
+    before, after = native.read(warm_start)[0]["fc.weight"].float(), checkpoint.read_draft(last(path))[0]["fc.weight"]
+    moved = (before != after).float().mean()
+    assert moved > 0.9
+    assert (after.bfloat16().float() == before).float().mean() > 0.9
+
+
+def test_the_pull_towards_the_warm_start(target, warm_start, tmp_path):
+    """With a pull as strong as one over the learning rate, every step ends where it began."""
+    path = captured.write_run(
+        tmp_path, target, warm_start=warm_start, max_steps=1, l2_sp=1e3, lr=1e-3, warmup_share=0
+    )
+    assert captured.train(path)[0] == 0
+    weights, _ = checkpoint.read_draft(last(path))
+    for name, tensor in native.read(warm_start)[0].items():
+        torch.testing.assert_close(weights[name].float(), tensor.float(), rtol=0, atol=1e-6)
+
+
+def test_a_pull_without_a_warm_start_is_refused(target, tmp_path):
+    code, summary = captured.train(captured.write_run(tmp_path, target, l2_sp=0.1))
+    assert code == 2 and "train.l2_sp" in summary["error"]
+
+
+def test_the_learning_rate_is_a_function_of_the_step(tmp_path, target):
+    path = captured.write_config(tmp_path, target, lr=1.0, warmup_share=0.1, min_lr_share=0.1)
+    run = config.load(path)
+    rates = [train.learning_rate(step, 100, run) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert all(a > b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert 0.1 < rates[-1] < 0.11
+
+
+def test_a_number_that_is_not_finite_stops_before_the_update(target, warm_start, tmp_path):
+    path = captured.write_run(tmp_path, target, rows=12, warm_start=warm_start, save_every=1)
+    stage_folder = path.parent / "runs/run/02_hidden_states"
+    entries = [
+        captured.write_row(stage_folder, i, 30, [[5, 30]], fill=float("nan") if i == 3 else None) for i in range(12)
+    ]
+    captured.write_stage(stage_folder, entries)
+    code, summary = captured.train(path, "train.validation_share=0.01", "train.tokens_per_step=64")
+    assert code == 1 and "not finite" in summary["error"] and entries[3].row_id in summary["error"]
+    for step in checkpoint.complete_steps(folder(path)):
+        assert all(t.isfinite().all() for t in checkpoint.read_draft(step)[0].values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize(("tokens", "spans"), [(20, []), (2, [[0, 2]]), (90, [[70, 80]])])
+def test_nothing_to_learn_is_said_before_the_first_step(target, tmp_path, tokens, spans):
+    """T01, T02, T04, T06"""
+    path = captured.write_config(tmp_path, target)
+    stage_folder = path.parent / "runs/run/02_hidden_states"
+    captured.write_stage(stage_folder, [captured.write_row(stage_folder, i, tokens, spans) for i in range(3)])
+    code, summary = captured.train(path)
+    assert code == 1 and "nothing to learn" in summary["error"]
+
+
+def test_rows_without_supervision_are_left_out_with_a_count(target, tmp_path, caplog):
+    """T01, T04"""
+    caplog.set_level("INFO")
+    path = captured.write_config(tmp_path, target, max_steps=2)
+    stage_folder = path.parent / "runs/run/02_hidden_states"
+    spans = [[[5, 30]], [], [[29, 30]], [[3, 30]], [[10, 30]]]
+    entries = [captured.write_row(stage_folder, i, 30, s) for i, s in enumerate(spans)]
+    entries.append(captured.write_row(stage_folder, 9, 2, [[0, 2]]))
+    captured.write_stage(stage_folder, entries)
+    code, summary = captured.train(path)
+    assert code == 0
+    assert summary["rejected"] == {"no_supervised_tokens": 2, "too_short": 1}
+    assert (summary["in"], summary["out"], summary["pending"]) == (6, 3, 0)
+    assert "% supervised" in caplog.text
+
+
+def test_early_stop_takes_the_best_step(target, warm_start, tmp_path, monkeypatch):
+    path = captured.write_run(
+        tmp_path, target, warm_start=warm_start, epochs=50, validate_every=1, save_every=1, patience=3
+    )
+    original = train.summary_by_region
+    scores = iter([1.0, 1.1, 1.5, 1.4, 1.3, 1.2, 9.9])
+
+    monkeypatch.setattr(
+        train, "summary_by_region", lambda sums: original(sums) | {"expected_acceptance": next(scores)}
+    )
+    code, summary = captured.train(path)
+    assert code == 0
+    assert summary["facts"]["last_step"] == 5 and summary["facts"]["best"] == "step-00000002"
+    monkeypatch.undo()
+    assert captured.train(path)[1]["facts"]["last_step"] == 5  # and a rerun leaves it at that
+
+
+# Several ranks
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_ranks_learn_what_one_learns(target, warm_start, tmp_path, kind):
+    runs = []
+    for world in (1, 2):
+        own = tmp_path / str(world)
+        own.mkdir()
+        path = captured.write_run(own, target, warm_start=warm_start, parallel=kind, tokens_per_step=256)
+        codes = captured.train_on_ranks(world, path)
+        assert codes == [0] * world
+        runs.append((captured.metrics(path), checkpoint.read_draft(last(path))[0]))
+    (one, weights), (two, others) = runs
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert a["loss_total"] == pytest.approx(b["loss_total"], rel=1e-5)
+        assert (a["lr"], a["tokens"], a["guesses"]) == (b["lr"], b["tokens"], b["guesses"])
+    for name in weights:
+        torch.testing.assert_close(weights[name], others[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.timeout(60)
+def test_uneven_rows_do_not_hang_the_ranks(target, tmp_path):
+    """T03: an odd number of packs, seven validation rows, unsupervised rows among them."""
+    path = captured.write_config(tmp_path, target, epochs=1, validation_share=0.3, tokens_per_step=128)
+    stage_folder = path.parent / "runs/run/02_hidden_states"
+    entries = [captured.write_row(stage_folder, i, 50, [] if i == 1 else [[5, 50]]) for i in range(23)]
+    captured.write_stage(stage_folder, entries)
+    assert captured.train_on_ranks(2, path) == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_another_number_of_ranks_carries_on(target, warm_start, tmp_path, kind):
+    """With the global batch fixed, two ranks finish what one began, and the other way round."""
+    settings = {"parallel": kind, "tokens_per_step": 256, "warm_start": warm_start}
+    for name, first, second in (("grow", 1, 2), ("shrink", 2, 1), ("straight", 1, 1)):
+        (tmp_path / name).mkdir()
+        path = captured.write_run(tmp_path / name, target, **settings, epochs=1)
+        assert captured.train_on_ranks(first, path) == [0] * first
+        assert captured.train_on_ranks(second, path, "train.epochs=2") == [0] * second
+    losses = {
+        name: [r["loss_total"] for r in captured.metrics(tmp_path / name / "config.yaml")]
+        for name in ("grow", "shrink", "straight")
+    }
+    assert losses["grow"] == pytest.approx(losses["straight"], rel=1e-5)
+    assert losses["shrink"] == pytest.approx(losses["straight"], rel=1e-5)
+
+
+def test_another_number_of_ranks_with_another_batch_is_refused_by_name(target, warm_start, tmp_path):
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=1)
+    assert captured.train_on_ranks(1, path) == [0]
+    assert captured.train_on_ranks(2, path, "train.epochs=2") == [2, 2]
