@@ -13,10 +13,10 @@ the very same request bodies, each in a process of its own; `--speculators` adds
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -30,7 +30,7 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import client, config, generate, prompts, rows, stage  # noqa: E402
+from drafter import chat, client, config, prompts, rows, stage  # noqa: E402
 
 REPLY = json.dumps(
     {
@@ -97,10 +97,10 @@ def loopback() -> Iterator[str]:
 async def bare(run_config: config.Config, path: Path, seeds: bool) -> dict:
     """A: the same bodies with nothing around them; one connection a worker, replies parsed and counted."""
     requests = prompts.Requests(path)
-    bodies = [generate.chat_body(requests[i], [], run_config) for i in range(len(requests))]
+    bodies = [chat.body(requests[i], [], run_config) for i in range(len(requests))]
     if not seeds:
         bodies = [{key: value for key, value in body.items() if key != "seed"} for body in bodies]
-    url, tokens, queue = run_config.servers.generate.url + generate.CHAT, 0, iter(bodies)
+    url, tokens, queue = run_config.servers.generate.url + chat.CHAT, 0, iter(bodies)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
     ) as session:
@@ -120,13 +120,13 @@ async def bare(run_config: config.Config, path: Path, seeds: bool) -> dict:
 async def client_only(run_config: config.Config, path: Path) -> dict:
     """Our client without the stage: what the OpenAI SDK and the retries cost."""
     requests, settings = prompts.Requests(path), run_config.generate
-    bodies = [generate.chat_body(requests[i], [], run_config) for i in range(len(requests))]
+    bodies = [chat.body(requests[i], [], run_config) for i in range(len(requests))]
     queue = iter(bodies)
     async with client.Client(run_config.servers.generate, concurrency=settings.concurrency, outage_minutes=1) as one:
 
         async def worker():
             for body in queue:
-                await one.post(generate.CHAT, body, timeout=600)
+                await one.post(chat.CHAT, body, timeout=600)
 
         started = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(settings.concurrency)))
@@ -149,12 +149,17 @@ class Bench:
             *args.overrides,
         ]
         self.config = config.load(args.config, self.base)
-        meta = prompts.materialise(self.config, folder / "mix")
-        count = min(args.count, meta["sources"]["bench"]["requests"])
-        self.count = count
-        lines = (folder / "mix" / prompts.PROMPTS).read_bytes().splitlines(keepends=True)[:count]
         self.requests = folder / "requests.jsonl"
-        self.requests.write_bytes(b"".join(lines))
+        self.count = 0
+        if args.what != "memory":
+            self.prepare_bodies()
+
+    def prepare_bodies(self) -> None:
+        prompts.materialise(self.config, self.folder / "mix")
+        with open(self.folder / "mix" / prompts.PROMPTS, "rb") as mix, open(self.requests, "wb") as file:
+            for line in itertools.islice(mix, self.args.count):
+                file.write(line)
+                self.count += 1
 
     def inner(self, what: str, *extra: str) -> dict:
         path = self.folder / "config.yaml"
@@ -162,17 +167,22 @@ class Bench:
         command = [sys.executable, __file__, what, "--config", str(path), "--requests", str(self.requests), *extra]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    def ours(self, name: str) -> dict:
-        """B: the stage as users run it."""
+    def stage(self, name: str, *arguments: str) -> tuple[int, dict, float]:
+        """B: the stage as users run it; exit code, summary, wall seconds."""
         sets = [part for override in [*self.base, f"run.name={name}"] for part in ("--set", override)]
         script = ROOT / "01b_generate_synthetic.py"
-        command = [sys.executable, str(script), "--config", str(self.args.config), "--limit", str(self.count), *sets]
         started = time.perf_counter()
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        wall = time.perf_counter() - started
-        summary = json.loads(done.stdout.splitlines()[-1])
-        if done.returncode or summary["out"] != self.count:
-            raise SystemExit(f"stage 01b ended with {done.returncode}: {done.stdout[-2000:]}")
+        done = subprocess.run(
+            [sys.executable, str(script), "--config", str(self.args.config), *arguments, *sets],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return done.returncode, json.loads(done.stdout.splitlines()[-1]), time.perf_counter() - started
+
+    def ours(self, name: str) -> dict:
+        code, summary, wall = self.stage(name, "--limit", str(self.count))
+        if code or summary["out"] != self.count:
+            raise SystemExit(f"stage 01b ended with {code}: {summary}")
         facts = summary["facts"]["generation"]
         made = sum(1 for _ in rows.read_rows(self.folder / name / "01b_synthetic", self.count))
         assert made == self.count
@@ -247,11 +257,18 @@ def toy_bench(args: argparse.Namespace, folder: Path, url: str) -> Bench:
 
 
 def run_memory(args: argparse.Namespace, folder: Path) -> None:
+    """The whole mix is asked for, and a deadline ends the run after some minutes."""
     with loopback() as url:
         bench = toy_bench(args, folder, url)
-        metric("driver_peak_mib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        metric("mix_seconds_around", bench.ours("million")["around_seconds"])
-        metric("stage_peak_mib", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+        minutes = 2 + args.count // 100_000  # reading a million prompts takes some
+        soon = time.strftime("%H:%M", time.localtime(time.time() + 60 * minutes))
+        code, summary, wall = bench.stage("million", "--deadline", soon)
+        if code:
+            raise SystemExit(f"stage 01b ended with {code}: {summary}")
+        metric("requests", summary["in"])
+        metric("rows", summary["out"])
+        metric("stage_seconds_around", wall - summary["facts"]["generation"]["seconds"])
+        metric("stage_peak_mib", summary["facts"]["generation"]["peak_mib"])
 
 
 def run_server(args: argparse.Namespace, folder: Path) -> None:

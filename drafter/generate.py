@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-import math
+import os
+import resource
 import tempfile
 import time
 from collections import Counter, defaultdict, deque
@@ -10,9 +11,8 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from drafter import artifacts, contracts, prompts, replay, rows
+from drafter import artifacts, chat, contracts, prompts, replay, rows
 from drafter.client import Client
-from drafter.config import Config, Generate
 from drafter.contracts import Row
 from drafter.errors import ConfigError, ContractError, ResumableError, RowError
 from drafter.prompts import Request, Requests
@@ -24,7 +24,6 @@ QUESTION = (
     "generate.repetition_penalty", "generate.presence_penalty", "generate.frequency_penalty", "generate.seed_rows",
 )  # fmt: skip
 
-CHAT = "/v1/chat/completions"
 PENDING = "pending.jsonl"  # what a deadline left undone
 FAILURES = frozenset(
     {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
@@ -32,79 +31,9 @@ FAILURES = frozenset(
 )  # fmt: skip
 RETRIED = frozenset({"failed", "conversation_ended"})  # by the next run after one that did not complete
 FAILURES_ALLOWED = 5  # before their share means anything
-TIMEOUT_SECONDS = 60.0  # beside the time that max_tokens take at the floor rate
 MUTE_ROWS = 20  # thinking rows without any reasoning before the run is stopped
 FRAME_TOKENS = 64  # what a template may put around one message
 DRAIN = 16  # times the concurrency: how many requests at the end are ordered by expected length
-
-
-def sampling(settings: Generate, row_id: str) -> dict:
-    """Every sampling parameter, since a server fills gaps from the model's generation_config.json."""
-    chosen = {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty,
-        "presence_penalty": settings.presence_penalty,
-        "frequency_penalty": settings.frequency_penalty,
-        "max_tokens": settings.max_tokens,
-    }
-    return chosen | ({"seed": int(row_id[:7], 16)} if settings.seed_rows else {})
-
-
-def chat_body(request: Request, history: list[str], config: Config) -> dict:
-    """The chat request; `history` holds the model's own earlier answers, in order."""
-    answers = iter(history)
-    messages = [m if m != prompts.OWN_ANSWER else m | {"content": next(answers)} for m in request.messages]
-    body = {
-        "model": config.target.served_name,
-        "messages": messages,
-        "return_token_ids": True,
-        **sampling(config.generate, request.row_id),
-    }
-    if request.tools:
-        # The prompt shows the tools; the reply stays text, which needs no tool parser on the server.
-        body |= {"tools": request.tools, "tool_choice": "none"}
-    if config.target.chat_template_kwargs:
-        body["chat_template_kwargs"] = config.target.chat_template_kwargs
-    return body
-
-
-async def preflight(client: Client, config: Config) -> int:
-    """Check with one small request what all the others rely on; the server's context length.
-
-    Raises ConfigError: special tokens, token ids, the prompt's end, the served name.
-    """
-    target = config.target
-    models = {model["id"]: model for model in (await client.get("/v1/models"))["data"]}
-    if target.served_name not in models:
-        raise ConfigError(f"target.served_name: the server serves {sorted(models)}, not {target.served_name!r}")
-    for text, token in target.special_tokens.items():
-        ids = await replay.tokenize(client, target, prompt=text, add_special_tokens=False)
-        if ids != [token]:
-            raise ConfigError(f"target.special_tokens: the server reads {text!r} as {ids}, not as {[token]}")
-    row_id = contracts.row_id([], None, target.chat_template_kwargs, "preflight")
-    hello = [{"role": "user", "content": "Say hello."}]
-    request = Request(row_id, None, row_id, "preflight", 0, "regenerate", hello, None)
-    body = chat_body(request, [], config) | {"max_tokens": min(16, config.generate.max_tokens)}
-    try:
-        rows.read_reply(await client.post(CHAT, body, timeout=_timeout(config.generate)), request, {}, target)
-    except RowError as error:
-        if error.reason == "failed":
-            raise ResumableError(
-                f"the server answers no request ({error.detail}); bring it up and run again"
-            ) from None
-        hint = {
-            "bad_reply": "vLLM 0.26 and newer return token ids with every reasoning parser",
-            "prompt_mismatch": "correct target.prompt_suffix or target.chat_template_kwargs",
-        }.get(error.reason, "correct the server or the config")
-        raise ConfigError(f"the first request failed its checks ({error}); {hint}") from None
-    return models[target.served_name].get("max_model_len") or target.architecture.max_position_embeddings
-
-
-def _timeout(settings: Generate) -> float:
-    return TIMEOUT_SECONDS + settings.max_tokens / settings.floor_tokens_per_second
 
 
 class Work:
@@ -236,10 +165,10 @@ class Generation:
     async def _row(self, request: Request, history: list[str]) -> Row:
         if request.mode != "regenerate":
             return await replay.row(self.client, request, self.config)
-        body = chat_body(request, history, self.config)
+        body = chat.body(request, history, self.config)
         await self._refuse_too_long(request, body)
-        reply = await self.client.post(CHAT, body, timeout=_timeout(self.settings))
-        return rows.read_reply(reply, request, sampling(self.settings, request.row_id), self.config.target)
+        reply = await self.client.post(chat.CHAT, body, timeout=chat.timeout_of(self.settings))
+        return rows.read_reply(reply, request, chat.sampling(self.settings, request.row_id), self.config.target)
 
     async def _refuse_too_long(self, request: Request, body: dict) -> None:
         """A token is at least a byte, so only prompts of more bytes than the context has tokens are counted."""
@@ -321,55 +250,13 @@ class Generation:
             "seconds": round(seconds, 3),
             "output_tokens_per_second": round(self.tokens / seconds, 1),
             "peak_in_flight": self.client.peak_in_flight,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
             "retries": dict(self.client.retries),
             "abandoned_requests": self.client.abandoned,
             "outages": self.client.outages,
             "tail_seconds": round(time.monotonic() - self.first_idle, 3),
             "tail_idle_share": round(self.idle_slots / (self.settings.concurrency * seconds), 4),
         }
-
-
-def summarise(made: Iterator[Row]) -> dict:
-    """Token counts of rows, in all and by source: lengths, share of reasoning, share truncated."""
-    lengths: dict[str, list[int]] = defaultdict(list)
-    reasoning, truncated = Counter[str](), Counter[str]()
-    for row in made:
-        completion = row.usage["completion_tokens"]
-        start = row.supervised[0][0]
-        lengths[row.source].append(completion)
-        truncated[row.source] += row.finish_reason == "length"
-        if "cut_in_reasoning" in row.flags:
-            reasoning[row.source] += completion
-        elif row.think_end is not None and row.think_end >= start:
-            reasoning[row.source] += row.think_end - start + 1
-    table = {
-        source: _describe(sorted(counts), reasoning[source], truncated[source]) for source, counts in lengths.items()
-    }
-    everything = sorted(length for counts in lengths.values() for length in counts)
-    return {"all": _describe(everything, reasoning.total(), truncated.total()), "by_source": table}
-
-
-def _describe(lengths: list[int], reasoning: int, truncated: int) -> dict:
-    total = sum(lengths)
-    return {
-        "rows": len(lengths),
-        "completion_tokens": total,
-        "reasoning_share": round(reasoning / total, 4) if total else 0.0,
-        "mean_tokens": round(total / len(lengths), 1) if lengths else 0.0,
-        "p95_tokens": lengths[math.ceil(0.95 * len(lengths)) - 1] if lengths else 0,
-        "truncated_share": round(truncated / len(lengths), 4) if lengths else 0.0,
-    }
-
-
-def show(summary: dict) -> str:
-    """The summary as a table."""
-    columns = list(summary["all"])
-    lines = [("source", *columns)]
-    lines += [
-        (name, *map(str, entry.values())) for name, entry in [*summary["by_source"].items(), ("all", summary["all"])]
-    ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 # ---- the stage
@@ -393,10 +280,10 @@ def prepare(stage: Stage) -> Work:
 
 async def answer(stage: Stage, work: Work) -> None:
     """Send what is pending, as long as the deadline allows."""
-    deadline = stage.args.deadline and parse_deadline(stage.args.deadline, datetime.now())
+    deadline = stage.args.deadline and parse_deadline(stage.args.deadline, datetime.fromtimestamp(stage.started))
     settings, generated = stage.config.generate, stage.config.servers.generate
     async with Client(generated, concurrency=settings.concurrency, outage_minutes=settings.outage_minutes) as client:
-        context = await preflight(client, stage.config)
+        context = await chat.preflight(client, stage.config)
         generation = Generation(stage, work, client, context, deadline)
         try:
             await generation.run()
@@ -412,14 +299,11 @@ def conclude(stage: Stage) -> dict:
     rows.publish_journal(stage.folder)
     work = Work(stage.folder, stage.folder, stage.args.limit)
     work.count(stage.counts)
-    left = [work.requests[i] for i in work.pending]
-    artifacts.write_text(
-        stage.folder / PENDING, "".join(json.dumps({"row_id": r.row_id, "source": r.source}) + "\n" for r in left)
-    )
-    stage.facts["rows"] = summary = summarise(rows.read_rows(stage.folder, stage.args.limit))
-    say("rows written\n%s", show(summary))
+    _name_pending(stage.folder / PENDING, work)
+    stage.facts["rows"] = summary = rows.summarise(rows.read_rows(stage.folder, stage.args.limit))
+    say("rows written\n%s", rows.show(summary))
     done, least = stage.counts.done, stage.config.generate.min_rows
-    if left and stage.args.deadline:
+    if work.pending and stage.args.deadline:
         if done < max(least, 1):
             raise ResumableError(f"the deadline left {done} rows, fewer than generate.min_rows = {max(least, 1)}")
         return stage.finish() | {"deadline": stage.args.deadline}
@@ -428,8 +312,15 @@ def conclude(stage: Stage) -> dict:
     return stage.finish()
 
 
+def _name_pending(path: Path, work: Work) -> None:
+    with artifacts.publish(path) as part, open(part, "w") as file:
+        for request in map(work.requests.__getitem__, work.pending):
+            file.write(json.dumps({"row_id": request.row_id, "source": request.source}) + "\n")
+
+
 def plan(stage: Stage) -> dict:
     """Offline: the mix by source, what is left to do, and what is missing."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported
     target, findings = stage.config.target, []
     if not target.model.exists():
         findings.append(f"target.model: {target.model} does not exist")

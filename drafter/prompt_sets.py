@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from drafter import artifacts, contracts, prompts
+from drafter import artifacts, contracts, prompts, sources
 from drafter.config import ROOT, Config, Source
 from drafter.errors import ConfigError
 
@@ -51,7 +51,7 @@ def _draw(config: Config, source: Source, count: int) -> list[dict]:
     """`count` prompts of a source, the same for the same seed; each conversation once."""
     wanted = min(count, source.count or count)
     drawn: dict[str, dict] = {}
-    for record in prompts.draw(lambda: prompts.read_source(source), wanted, config.run.seed):
+    for record in sources.draw(lambda: sources.read_source(source), wanted, config.run.seed):
         request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
         drawn[request.conv_id] = {
             "conv_id": request.conv_id,

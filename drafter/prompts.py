@@ -4,29 +4,19 @@ Everything is chosen and ordered by content hashes under the run's seed, so neit
 order of the sources matters, a larger count contains the smaller one, and resuming needs no position.
 """
 
-import hashlib
 import heapq
 import json
 import mmap
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, contracts
+from drafter import artifacts, contracts, sources
 from drafter.config import Config, Source
-from drafter.errors import ConfigError, ResumableError, RowError
+from drafter.errors import ConfigError, RowError
 
-ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool",
-}  # fmt: skip
-EXTRAS = ("name", "tool_calls", "tool_call_id")  # of a message, beside role and content
 OWN_ANSWER = {"role": "assistant", "content": None}  # stands for what the model will have answered by then
 
 PROMPTS, HELD_OUT, REJECTED, META = "prompts.jsonl", "held_out.jsonl", "rejected.jsonl", "prompts.json"
@@ -52,81 +42,9 @@ class Request:
         return contracts.shallow(self)
 
 
-# ---- conversations
-
-
-def read_conversation(record: Any) -> tuple[list[dict], list | None, str]:
-    """Messages in OpenAI form, tools, and the default for `turns`: `first` for the open sets' schema, else `last`.
-
-    Repairs, and nothing else: role spellings, outer white space, blank system prompts left out, assistant turns
-    before the first user turn dropped, neighbouring user turns joined by a blank line.
-    Raises RowError (`no_user_turn`, `bad_conversation`).
-    """
-    if not isinstance(record, dict):
-        raise RowError("bad_conversation", "not a JSON object")
-    turns = "last" if "messages" in record else "first"
-    raw = record.get("messages" if turns == "last" else "conversations") or []
-    if not isinstance(raw, list):
-        raise RowError("bad_conversation", "messages are not a list")
-    messages: list[dict] = []
-    for entry in raw:
-        message = _read_message(entry)
-        previous = messages[-1]["role"] if messages else None
-        role, content = message["role"], message["content"]
-        if role == "system":
-            if previous not in (None, "system"):
-                raise RowError("bad_conversation", "a system prompt inside the conversation")
-            if content:
-                messages.append(message)
-        elif previous in (None, "system") and role != "user":
-            if role != "assistant":
-                raise RowError("bad_conversation", f"begins with a {role} turn")
-        elif role == "user" and previous == "user":
-            messages[-1]["content"] = f"{messages[-1]['content']}\n\n{content}".strip()
-        elif role == "assistant" and previous == "assistant":
-            raise RowError("bad_conversation", "two assistant turns in a row")
-        else:
-            messages.append(message)
-    users = [m["content"] for m in messages if m["role"] == "user"]
-    if not any(users):
-        raise RowError("no_user_turn")
-    if not all(users):
-        raise RowError("bad_conversation", "a blank user turn")
-    return messages, _read_tools(record.get("tools")), turns
-
-
-def _read_message(entry: Any) -> dict:
-    if not isinstance(entry, dict):
-        raise RowError("bad_conversation", "a message that is not an object")
-    spelling = entry.get("role", entry.get("from"))
-    role = ROLES.get(spelling.strip().casefold()) if isinstance(spelling, str) else None
-    if role is None:
-        raise RowError("bad_conversation", f"unknown role {spelling!r}")
-    content = entry.get("content", entry.get("value"))
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
-    if content is None:
-        content = ""
-    if not isinstance(content, str):
-        raise RowError("bad_conversation", "content that is not text")
-    message = {"role": role, "content": content.strip()}
-    return message | {key: entry[key] for key in EXTRAS if entry.get(key)}
-
-
-def _read_tools(tools: Any) -> list | None:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise RowError("bad_conversation", "tools are not JSON") from None
-    if tools and not isinstance(tools, list):
-        raise RowError("bad_conversation", "tools are not a list")
-    return tools or None
-
-
 def requests_of(record: Any, source: Source, template_kwargs: dict) -> list[Request]:
     """The requests one conversation gives under its source's `turns` and `mode`. Raises RowError."""
-    messages, tools, default_turns = read_conversation(record)
+    messages, tools, default_turns = sources.read_conversation(record)
     turns = source.turns or default_turns
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if source.mode == "replay":
@@ -156,73 +74,6 @@ def _replayed(messages: list[dict], users: list[int], turns: str) -> tuple[str, 
     end = answers[0] if turns == "first" else answers[-1]
     turn = sum(user < end for user in users) - 1
     return "replay_all" if turns == "all" else "replay_last", turn, messages[: end + 1]
-
-
-# ---- sources
-
-
-def read_source(source: Source) -> Iterator[Any]:
-    """The source's records; a line that is not JSON comes as its text, to be rejected by name.
-
-    Raises ConfigError for what is not there, ResumableError when the hub does not answer.
-    """
-    if source.hub:
-        return _read_hub(source)
-    if not source.path.exists():
-        raise ConfigError(f"prompts {source.name}: {source.path} does not exist")
-    if source.path.is_dir() or source.path.suffix == ".parquet":
-        return _read_parquet(source.path)
-    return _read_lines(source.path)
-
-
-def _read_lines(path: Path) -> Iterator[Any]:
-    with open(path, "rb") as file:
-        for line in file:  # by line feed only: U+2028 is text
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    yield line.decode("utf-8", errors="replace")
-
-
-def _read_parquet(path: Path) -> Iterator[Any]:
-    import pyarrow.parquet  # 0.3 s, only for those who need it
-
-    for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
-
-
-def _read_hub(source: Source) -> Iterator[Any]:
-    import datasets  # 2 s, only for those who need it
-
-    try:
-        yield from datasets.load_dataset(source.hub, revision=source.revision, split=source.split)
-    except (OSError, TimeoutError) as error:  # the hub client's network errors are OSErrors
-        raise ResumableError(f"prompts {source.name}: {source.hub} cannot be read now ({error})") from None
-
-
-def draw(read: Callable[[], Iterator[Any]], count: int | None, seed: int) -> Iterator[Any]:
-    """`count` of the records, those with the smallest hashes under `seed`; all of them when there are fewer."""
-    if count is None:
-        yield from read()
-        return
-    keys = array("Q", (_shuffle_key(seed, contracts.content_id(record)) for record in read()))
-    limit = sorted(keys)[count - 1] if count < len(keys) else 2**64
-    ties = count - sum(key < limit for key in keys)  # equal records have equal keys
-    for key, record in zip(keys, read(), strict=True):
-        if key < limit:
-            yield record
-        elif key == limit and ties > 0:
-            ties -= 1
-            yield record
-
-
-def _shuffle_key(seed: int, identity: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {identity}".encode()).digest()[:8], "big")
-
-
-# ---- materialising
 
 
 def materialise(config: Config, folder: Path) -> dict:
@@ -258,14 +109,14 @@ def current(config: Config, folder: Path) -> dict | None:
 
 
 def _key(config: Config) -> str:
-    sources = [*config.prompts, *config.acceptance.prompts]
+    origins = [*config.prompts, *config.acceptance.prompts]
     question = {
         "schema": contracts.SCHEMA,
         "seed": config.run.seed,
         "prompts": config.value("prompts"),
         "held_out": [config.acceptance.held_out, config.value("acceptance.prompts")],
         "kwargs": config.target.chat_template_kwargs,
-        "files": [artifacts.fingerprint_path(s.path) for s in sources if s.path],
+        "files": [artifacts.fingerprint_path(origin.path) for origin in origins if origin.path],
     }
     return contracts.content_id(question)
 
@@ -311,7 +162,9 @@ class _Mix:
     def read(self) -> None:
         for source in self.config.prompts:
             counts = self._kept.setdefault(source.name, Counter())
-            for record in draw(lambda source=source: read_source(source), source.count, self.config.run.seed):
+            for record in sources.draw(
+                lambda source=source: sources.read_source(source), source.count, self.config.run.seed
+            ):
                 counts["conversations"] += 1
                 try:
                     requests = requests_of(record, source, self.config.target.chat_template_kwargs)
@@ -329,7 +182,7 @@ class _Mix:
         self._seen.add(identity)
         counts["requests"] += 1
         self._offsets.append(self._file.tell())
-        self._keys.append(_shuffle_key(self.config.run.seed, request.conv_id))
+        self._keys.append(sources.shuffle_key(self.config.run.seed, request.conv_id))
         self._turns.append(request.turn)
         self._file.write(_line(request.to_record()))
 
@@ -363,7 +216,7 @@ class _Mix:
         acceptance, seed = self.config.acceptance, self.config.run.seed
         held: dict[str, dict | None] = {}
         for source in acceptance.prompts:
-            for record in draw(lambda source=source: read_source(source), source.count, seed):
+            for record in sources.draw(lambda source=source: sources.read_source(source), source.count, seed):
                 try:
                     request = requests_of(record, source, self.config.target.chat_template_kwargs)[0]
                 except RowError as error:
@@ -374,7 +227,9 @@ class _Mix:
         before = {r["conv_id"] for r in artifacts.read_jsonl(path)} if path.exists() else set()
         conversations = {self._conv_id(index) for index in range(len(self._offsets))}
         chosen = heapq.nsmallest(
-            acceptance.held_out, conversations, key=lambda c: (c not in before, _shuffle_key(seed, f"held out {c}"))
+            acceptance.held_out,
+            conversations,
+            key=lambda c: (c not in before, sources.shuffle_key(seed, f"held out {c}")),
         )
         return dict.fromkeys(chosen)
 

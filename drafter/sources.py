@@ -1,0 +1,153 @@
+"""Where conversations come from: files and the hub, read into one form, some of them drawn by content."""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from drafter import contracts
+from drafter.config import Source
+from drafter.errors import ConfigError, ResumableError, RowError
+
+ROLES = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "model": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+EXTRAS = ("name", "tool_calls", "tool_call_id")  # of a message, beside role and content
+
+
+def read_conversation(record: Any) -> tuple[list[dict], list | None, str]:
+    """Messages in OpenAI form, tools, and the default for `turns`: `first` for the open sets' schema, else `last`.
+
+    Repairs, and nothing else: role spellings, outer white space, blank system prompts left out, assistant turns
+    before the first user turn dropped, neighbouring user turns joined by a blank line.
+    Raises RowError (`no_user_turn`, `bad_conversation`).
+    """
+    if not isinstance(record, dict):
+        raise RowError("bad_conversation", "not a JSON object")
+    turns = "last" if "messages" in record else "first"
+    raw = record.get("messages" if turns == "last" else "conversations") or []
+    if not isinstance(raw, list):
+        raise RowError("bad_conversation", "messages are not a list")
+    messages: list[dict] = []
+    for entry in raw:
+        message = _read_message(entry)
+        previous = messages[-1]["role"] if messages else None
+        role, content = message["role"], message["content"]
+        if role == "system":
+            if previous not in (None, "system"):
+                raise RowError("bad_conversation", "a system prompt inside the conversation")
+            if content:
+                messages.append(message)
+        elif previous in (None, "system") and role != "user":
+            if role != "assistant":
+                raise RowError("bad_conversation", f"begins with a {role} turn")
+        elif role == "user" and previous == "user":
+            messages[-1]["content"] = f"{messages[-1]['content']}\n\n{content}".strip()
+        elif role == "assistant" and previous == "assistant":
+            raise RowError("bad_conversation", "two assistant turns in a row")
+        else:
+            messages.append(message)
+    users = [m["content"] for m in messages if m["role"] == "user"]
+    if not any(users):
+        raise RowError("no_user_turn")
+    if not all(users):
+        raise RowError("bad_conversation", "a blank user turn")
+    return messages, _read_tools(record.get("tools")), turns
+
+
+def _read_message(entry: Any) -> dict:
+    if not isinstance(entry, dict):
+        raise RowError("bad_conversation", "a message that is not an object")
+    spelling = entry.get("role", entry.get("from"))
+    role = ROLES.get(spelling.strip().casefold()) if isinstance(spelling, str) else None
+    if role is None:
+        raise RowError("bad_conversation", f"unknown role {spelling!r}")
+    content = entry.get("content", entry.get("value"))
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if content is None:
+        content = ""
+    if not isinstance(content, str):
+        raise RowError("bad_conversation", "content that is not text")
+    message = {"role": role, "content": content.strip()}
+    return message | {key: entry[key] for key in EXTRAS if entry.get(key)}
+
+
+def _read_tools(tools: Any) -> list | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise RowError("bad_conversation", "tools are not JSON") from None
+    if tools and not isinstance(tools, list):
+        raise RowError("bad_conversation", "tools are not a list")
+    return tools or None
+
+
+def read_source(source: Source) -> Iterator[Any]:
+    """The source's records; a line that is not JSON comes as its text, to be rejected by name.
+
+    Raises ConfigError for what is not there, ResumableError when the hub does not answer.
+    """
+    if source.hub:
+        return _read_hub(source)
+    if not source.path.exists():
+        raise ConfigError(f"prompts {source.name}: {source.path} does not exist")
+    if source.path.is_dir() or source.path.suffix == ".parquet":
+        return _read_parquet(source.path)
+    return _read_lines(source.path)
+
+
+def _read_lines(path: Path) -> Iterator[Any]:
+    with open(path, "rb") as file:
+        for line in file:  # by line feed only: U+2028 is text
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    yield line.decode("utf-8", errors="replace")
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet  # 0.3 s, only for those who need it
+
+    for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+
+
+def _read_hub(source: Source) -> Iterator[Any]:
+    import datasets  # 2 s, only for those who need it
+
+    try:
+        yield from datasets.load_dataset(source.hub, revision=source.revision, split=source.split)
+    except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
+        raise ConfigError(f"prompts {source.name}: {error}") from None
+    except (OSError, TimeoutError) as error:  # the hub client's network errors are OSErrors
+        raise ResumableError(f"prompts {source.name}: {source.hub} cannot be read now ({error})") from None
+
+
+def draw(read: Callable[[], Iterator[Any]], count: int | None, seed: int) -> Iterator[Any]:
+    """`count` of the records, those with the smallest hashes under `seed`; all of them when there are fewer."""
+    if count is None:
+        yield from read()
+        return
+    keys = array("Q", (shuffle_key(seed, contracts.content_id(record)) for record in read()))
+    limit = sorted(keys)[count - 1] if count < len(keys) else 2**64
+    ties = count - sum(key < limit for key in keys)  # equal records have equal keys
+    for key, record in zip(keys, read(), strict=True):
+        if key < limit:
+            yield record
+        elif key == limit and ties > 0:
+            ties -= 1
+            yield record
+
+
+def shuffle_key(seed: int, identity: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {identity}".encode()).digest()[:8], "big")
