@@ -74,8 +74,8 @@ class Generation:
         self.rejected = artifacts.Journal(stage.folder / prompts.REJECTED)
         self.progress = Progress(len(work.pending), "rows")
         self.tokens = 0
-        self.started = self.first_idle = time.monotonic()
-        self.idle_slots = 0.0  # slot-seconds of workers that found nothing left to do
+        self.started = time.monotonic()
+        self._ends: list[float] = []  # when each worker found nothing left to do
         self._new = Counter[str]()
         self._mute = 0
         self._lengths: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # source -> tokens, rows
@@ -87,9 +87,7 @@ class Generation:
         """Raises ContractError when the failure budget is spent, ConfigError when reasoning never arrives."""
         workers = [asyncio.create_task(self._worker()) for _ in range(self.settings.concurrency)]
         try:
-            ends = await asyncio.gather(*workers)
-            self.first_idle = min(ends)
-            self.idle_slots = sum(max(ends) - end for end in ends)
+            self._ends = await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
@@ -227,9 +225,11 @@ class Generation:
 
     def _end_conversation(self, identity: bytes) -> None:
         """Reject every turn behind `identity`: there is no answer to build on."""
-        for index in self.requests.children.get(identity, ()):
-            self._reject(self.requests[index], RowError("conversation_ended"))
-            self._end_conversation(self.requests.ids[index])
+        behind = [identity]
+        while behind:
+            for index in self.requests.children.get(behind.pop(), ()):
+                behind.append(self.requests.ids[index])
+                self._reject(self.requests[index], RowError("conversation_ended"))
 
     @property
     def _rows_made(self) -> int:
@@ -245,7 +245,10 @@ class Generation:
         }
 
     def facts(self) -> dict:
+        """Rates and losses; the tail is the time from the first idle slot to the last reply, once all have ended."""
         seconds = time.monotonic() - self.started
+        ends = self._ends or [0.0]
+        idle = sum(max(ends) - end for end in ends)
         return {
             "seconds": round(seconds, 3),
             "output_tokens_per_second": round(self.tokens / seconds, 1),
@@ -254,8 +257,8 @@ class Generation:
             "retries": dict(self.client.retries),
             "abandoned_requests": self.client.abandoned,
             "outages": self.client.outages,
-            "tail_seconds": round(time.monotonic() - self.first_idle, 3),
-            "tail_idle_share": round(self.idle_slots / (self.settings.concurrency * seconds), 4),
+            "tail_seconds": round(max(ends) - min(ends), 3),
+            "tail_idle_share": round(idle / (self.settings.concurrency * seconds), 4),
         }
 
 

@@ -263,6 +263,12 @@ def rejection(row_id: str, source: str, reason: str, detail: str, at: str) -> di
     return {"row_id": row_id, "source": source, "reason": reason, "detail": detail, "at": at}
 
 
+def asked_for(folder: Path) -> set[str] | None:
+    """Ids of the rows that the mix in `folder` asks for; others on disk belong to no run now. None: no mix there."""
+    path = folder / PROMPTS
+    return {record["row_id"] for record in artifacts.read_jsonl(path)} if path.exists() else None
+
+
 class Requests:
     """The materialised requests, in order, by index; in memory are offsets and ids alone."""
 

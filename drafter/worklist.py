@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import artifacts, contracts, states
+from drafter import artifacts, contracts, prompts, states
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError
@@ -60,12 +60,13 @@ class Rejected:
 
 
 def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], list[Rejected]]:
-    """The rows of stage 01b in order, as they will be extracted, and those that cannot be.
+    """The rows of stage 01b that are still asked for, in order, as they will be extracted, and those that cannot be.
 
     Raises ContractError on a broken row.
     """
     items: list[Item] = []
     rejected: list[Rejected] = []
+    asked = prompts.asked_for(config.stage_dir("01b_synthetic"))
     vocabulary = config.target.architecture.vocab_size
     for file in sorted(config.stage_dir("01b_synthetic").glob("shard-*.jsonl")):
         offset = 0
@@ -75,6 +76,8 @@ def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], li
                     return items, rejected
                 row = contracts.Row.from_record(json.loads(line))
                 start, offset = offset, offset + len(line)
+                if asked is not None and row.row_id not in asked:
+                    continue
                 try:
                     items.append(_cut(row, config.target.max_seq_len, vocabulary, file, start))
                 except RowError as error:
