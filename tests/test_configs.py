@@ -43,7 +43,7 @@ def test_every_shipped_config_dry_runs_on_a_machine_that_has_none_of_it(path, tm
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert [stage["stage"] for stage in plan["stages"]] == list(config.STAGES)
-    assert all(stage["pending"] > 0 for stage in plan["stages"])
+    assert all(stage["pending"] > 0 or stage["findings"] for stage in plan["stages"])
     assert list(tmp_path.iterdir()) == [], "a dry run leaves nothing"
 
 
