@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 from drafter import artifacts, config, contracts  # noqa: E402
 
 AGAIN = 3
-SAVE_SECONDS = 90  # for a stage to save after it was asked to stop
+SAVE_SECONDS = 60  # for a stage to save after it was asked to stop
+SHOWN = ("prompts", "acceptance_length", "low", "high", "per_position", "tokens_per_second", "speed_up")
 KEPT = ("manifest.json", "config.yaml", "acceptance.json", "metrics.jsonl", "pipeline.json", "rejected.jsonl")
 
 
@@ -57,6 +58,8 @@ class Experiment:
             "train.epochs": 1000,  # max_steps ends it
             "train.max_steps": self.args.steps,
             "train.tokens_per_step": self.args.tokens_per_step,
+            "train.validate_every": max(1, self.args.steps // 15),
+            "train.save_every": max(1, self.args.steps // 3),
             "acceptance.prompts": evaluated,
             "acceptance.drafters": ["none", "run"],
             "acceptance.max_tokens": self.args.max_tokens,
@@ -133,9 +136,7 @@ class Experiment:
                 place = f"{run.run.name}_{stage}"
                 for key in ("status", "in", "out", "pending", "seconds"):
                     _metric(f"{place}_{key}", manifest[key])
-                for key, value in manifest["facts"].items():
-                    if isinstance(value, int | float | str):
-                        _metric(f"{place}_{key}", value)
+                _facts(place, manifest["facts"])
         for run in (self.own, self.original):
             entries = list(_index(run))
             _metric(f"{run.run.name}_rows", len(entries))
@@ -145,9 +146,8 @@ class Experiment:
         report = _read(self.own.stage_dir("06_acceptance") / "acceptance.json") or {}
         for m in report.get("measurements", []):
             place = f"{_label(m['drafter'])}_{m['prompt_set']}_c{m['concurrency']}"
-            for key in ("acceptance_length", "low", "high", "per_position", "tokens_per_second", "speed_up"):
+            for key in (*SHOWN, "streams_agree", "unseen_steps"):
                 _metric(f"{place}_{key}", m[key])
-            _metric(f"{place}_streams_agree", m["streams_agree"])
         for c in report.get("comparisons", []):
             if c["part"] == "all":
                 place = f"{_label(c['drafter'])}_against_{_label(c['baseline'])}_{c['prompt_set']}"
@@ -185,12 +185,20 @@ def _read(path: Path) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def _facts(place: str, facts: dict) -> None:
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            _facts(f"{place}_{key}", value)
+        elif isinstance(value, int | float | str):
+            _metric(f"{place}_{key}", value)
+
+
 def _label(drafter: str) -> str:
     return {"run": "regenerate"}.get(drafter, "replay" if "/" in drafter else drafter)
 
 
 def _metric(name: str, value: object) -> None:
-    print(f"METRIC {name} {value}", flush=True)
+    print(f"METRIC {name.replace(' ', '_')} {value}", flush=True)
 
 
 def main() -> int:
@@ -204,7 +212,7 @@ def main() -> int:
     parser.add_argument("--tokens-per-step", type=int, default=8192)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--max-prompts", type=int, default=80, help="of each prompt file")
-    parser.add_argument("--seconds", type=float, default=570, help="stop and save after this long")
+    parser.add_argument("--seconds", type=float, default=520, help="stop and save after this long")
     parser.add_argument("--least", type=float, default=60, help="begin no step with less time left than this")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     experiment = Experiment(parser.parse_args())

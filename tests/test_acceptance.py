@@ -17,20 +17,23 @@ from drafter.decoding import Counters, Decoded, Reply
 from drafter.errors import ConfigError, ContractError, ResumableError
 from drafter.verifier import read_verifier
 
-PROMPTS = 24
+PROMPTS, TOKENS = 24, 24
+
+
+QUESTIONS = [f"Count from {number} to {number + 40}, with commas between." for number in range(PROMPTS)]
+COMMA = 28  # SmolLM2's token id
 
 
 @pytest.fixture(scope="module")
-def repeater(model, tmp_path_factory) -> Path:
-    """A drafter for SmolLM2 that reads a late layer through the target's own head: right where tokens repeat."""
+def comma(model, tmp_path_factory) -> Path:
+    """A drafter for SmolLM2 that always says ",": its state is zero, so the first token of its vocabulary wins."""
     target = config.load(CPU_CONFIG).target
-    settings = draft.scratch_config(target, 8192, 64)
-    weights = draft.scratch_weights(settings, read_verifier(model), torch.arange(8192), seed=0)
-    for silent in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+    vocabulary = torch.arange(COMMA, COMMA + 64)
+    settings = draft.scratch_config(target, len(vocabulary), 64)
+    weights = draft.scratch_weights(settings, read_verifier(model), vocabulary, seed=0)
+    for silent in ("fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
         weights[silent].zero_()
-    hidden = settings["hidden_size"]
-    weights["fc.weight"] = torch.cat([torch.zeros(hidden, 2 * hidden), torch.eye(hidden)], 1)
-    folder = tmp_path_factory.mktemp("drafters") / "repeater"
+    folder = tmp_path_factory.mktemp("drafters") / "comma"
     export.write(folder, weights, settings, target)
     return folder
 
@@ -38,7 +41,7 @@ def repeater(model, tmp_path_factory) -> Path:
 def held_out(run: config.Config) -> None:
     path = run.stage_dir("01b_synthetic") / "held_out.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    questions = [[{"role": "user", "content": f"Repeat the word seven {n} times."}] for n in range(3, 3 + PROMPTS)]
+    questions = [[{"role": "user", "content": question}] for question in QUESTIONS]
     records = [
         {"conv_id": contracts.conv_id(messages), "source": "t", "messages": messages, "tools": None}
         for messages in questions
@@ -59,7 +62,7 @@ def make_run(tmp_path: Path, drafter: Path, *overrides: str) -> config.Config:
             "acceptance.drafters=[none, warm_start, run]",
             "acceptance.cells=[{concurrency: 8, temperature: 0}]",
             f"acceptance.max_prompts={PROMPTS}",
-            "acceptance.max_tokens=24",
+            f"acceptance.max_tokens={TOKENS}",
             *overrides,
         ],
     )
@@ -241,9 +244,9 @@ def script(name: str, run: config.Config, tmp_path: Path, *arguments: str) -> tu
 
 
 @pytest.mark.vllm
-def test_an_a_a_comparison_served_by_vllm(tmp_path, repeater):
+def test_an_a_a_comparison_served_by_vllm(tmp_path, comma):
     """The same weights as warm start and as run: lengths from real counters, streams that match, no verdict."""
-    run = make_run(tmp_path, repeater, "target.think_end=30")  # a full stop ends what stands for reasoning here
+    run = make_run(tmp_path, comma, f"target.think_end={COMMA}")  # a comma ends what stands for reasoning here
     code, summary, talk = script("06_measure_acceptance.py", run, tmp_path)
     assert code == 0, talk
     assert summary["facts"]["verdict"] == "no difference shown"
