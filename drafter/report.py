@@ -276,7 +276,7 @@ def space(found: Found) -> str:
 def rerun(found: Found) -> str:
     arguments = list(found.config.arguments) or ["--config", str(found.config.run_dir / "01b_synthetic/config.yaml")]
     path, *overrides = arguments[1:]
-    lines = [shlex.join(["./run_pipeline.sh", path, *overrides, "--only", NUMBERS[name]]) for name in config.STAGES]
+    lines = [shlex.join(["./run_pipeline.sh", path, "--only", NUMBERS[name], *overrides]) for name in config.STAGES]
     return html.section("Run a stage again", f"<pre>{escape(chr(10).join(lines))}</pre>")
 
 

@@ -1,0 +1,195 @@
+"""The morning's page: its verdict and figures, whatever happened, in a real browser, alone on the disk."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from conftest import CPU_CONFIG
+
+from drafter import charts, config, html, report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def headline(**changes):
+    return {
+        "verdict": "better",
+        "recommended": "run",
+        "drafter": "run",
+        "baseline": "warm_start",
+        "acceptance_length": 2.471,
+        "low": 2.31,
+        "high": 2.63,
+        "per_position": [0.71, 0.48, 0.28],
+        "tokens_per_second": 812.4,
+        "speed_up": 1.62,
+        "difference": 0.38,
+        "difference_low": 0.21,
+        "difference_high": 0.55,
+    } | changes
+
+
+def measurement(drafter, length, positions):
+    return {
+        "drafter": drafter,
+        "prompt_set": "held_out",
+        "concurrency": 8,
+        "num_speculative_tokens": 3,
+        "temperature": 1.0,
+        "prompts": 80,
+        "acceptance_length": length,
+        "low": length - 0.1,
+        "high": length + 0.1,
+        "reasoning_length": length + 0.2,
+        "answer_length": length - 0.2,
+        "per_position": positions,
+        "tokens_per_second": 700.0,
+        "speed_up": 1.4,
+    }
+
+
+@pytest.fixture
+def run_config(tmp_path, model):
+    return config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "run.name=night"])
+
+
+@pytest.fixture
+def finished(run_config):
+    """A run with everything a page can show, without a GPU's night behind it."""
+    run_dir = run_config.run_dir
+    stages = {name: {"status": "complete", "started": 1.8e9, "seconds": 600.0} for name in config.STAGES}
+    write(run_dir / "pipeline.json", {"status": "complete", "stage": "06_acceptance", "stages": stages, "pid": 1})
+    write(run_dir / "plan.json", {name: {"seconds": {"typical": 660.0}, "bytes": 2**30} for name in config.STAGES})
+    for name in config.STAGES:
+        counts = {"in": 93, "out": 90, "rejected": {"duplicate": 3}, "pending": 0}
+        manifest = {"stage": name, "status": "complete", "seconds": 600.0, "versions": {"vllm": "0.32.0"}}
+        write(run_dir / name / "manifest.json", manifest | counts)
+    jsonl(run_dir / "01b_synthetic/rejected.jsonl", [{"source": "<b>x</b>", "reason": "duplicate"}] * 3)
+    jsonl(run_dir / "02_hidden_states/index.jsonl", [{"row_tokens": 40 + 7 * i % 500} for i in range(90)])
+    train = [{"kind": "train", "step": i, "loss": [5 / i, 6 / i], "tokens_per_s": 900 + i} for i in range(1, 200)]
+    apart = {"reasoning": {"expected_acceptance": 2.5}, "answer": {"expected_acceptance": 1.9}}
+    judged = {"kind": "validation", "loss": [3.0]} | apart
+    validation = [judged | {"step": i, "expected_acceptance": 1 + i / 150} for i in range(0, 200, 20)]
+    jsonl(run_dir / "04_train/metrics.jsonl", train + validation)
+    log = [f"{19 + m // 60:02}:{m % 60:02}:00 {m * 3}/93 rows, 0.05 rows/s, ETA 3 min" for m in range(31)]
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs/01b_synthetic.log").write_text("\n".join(log))
+    comparison = {"drafter": "run", "baseline": "warm_start", "prompt_set": "all", "part": "all", "prompts": 80}
+    write(
+        run_dir / "06_acceptance/acceptance.json",
+        {
+            "headline": headline(),
+            "measurements": [
+                measurement("warm_start", 2.09, [0.6, 0.3, 0.19]),
+                measurement("run", 2.47, [0.7, 0.5, 0.3]),
+            ],
+            "comparisons": [comparison | {"difference": 0.38, "low": 0.21, "high": 0.55, "verdict": "better"}],
+        },
+    )
+    return run_config
+
+
+def write(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_the_verdict_comes_first_with_intervals(finished):
+    text = report.write(finished).read_text()
+    first = re.sub("<[^>]+>", " ", text[text.index('class="verdict') :])[:400]
+    assert "Acceptance length 2.47 (2.31 to 2.63) with run: better against warm_start, difference +0.38" in first
+    assert "Recommended to serve: run" in first and "1.62 times" in first
+    assert text.index('class="verdict') < text.index("<h2>")
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        "Minutes by stage", "Generation over time", "Training speed", "Length of rows", "Loss of the first guess",
+        "Expected acceptance length (validation)", "Accepted by position (held_out)",
+    ],
+)  # fmt: skip
+def test_every_figure_is_drawn(finished, figure):
+    assert f"<figcaption>{figure}</figcaption>" in report.write(finished).read_text()
+
+
+def test_the_page_is_one_file_without_network(finished):
+    text = report.write(finished).read_text()
+    assert not re.search(r'(src|href)="(?!data:)', text) and "url(" not in text and "@import" not in text
+
+
+def test_text_from_outside_is_escaped(finished):
+    text = report.write(finished).read_text()
+    assert "&lt;b&gt;x&lt;/b&gt;" in text and "<b>x</b>" not in text
+
+
+def test_rerun_commands_name_every_stage(finished):
+    text = report.write(finished).read_text()
+    for number in ("01b", "02", "04", "05", "06"):
+        assert f"--only {number}" in text
+
+
+def test_a_failed_run_says_why_and_where(run_config):
+    state = {"status": "failed", "stage": "02_hidden_states", "stages": {}, "error": "layer 2 is constant"}
+    write(run_config.run_dir / "pipeline.json", state)
+    text = report.write(run_config).read_text()
+    assert "stopped in 02_hidden_states" in text and "layer 2 is constant" in text
+
+
+def test_a_run_that_has_not_begun_and_torn_files_still_make_a_page(run_config):
+    assert "Not measured yet" in report.write(run_config).read_text()
+    torn = ("pipeline.json", "plan.json", "04_train/manifest.json", "04_train/metrics.jsonl")
+    for name in (*torn, "06_acceptance/acceptance.json"):
+        path = run_config.run_dir / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"headline": ')
+    assert "Not measured yet" in report.write(run_config).read_text()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_every_figure_without_a_console_error(finished, tmp_path, scheme):
+    page = report.write(finished)
+    line = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    line += ["--enable-logging=stderr", "--window-size=390,900", "--virtual-time-budget=2000", "--dump-dom"]
+    line += ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    done = subprocess.run([*line, page.as_uri()], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0
+    assert "CONSOLE" not in done.stderr
+    assert done.stdout.count("<svg") == 7 and done.stdout.count("<polyline") == 7
+
+
+def test_a_progress_log_across_midnight_gives_rates(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("23:59:30 10/99 rows, 1 rows/s\nsomething else\n00:00:30 40/99 rows, 1 rows/s\n")
+    assert report._progress(log) == ([(1.0, 0.5)], "rows")
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (2.1, 2.6), (0, 93_000), (-3, 5), (1e-5, 3e-5)])
+def test_ticks_are_round_and_enclose_the_values(low, high):
+    found = charts.ticks(low, high)
+    assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
+    assert all(abs(a - b) > 0 for a, b in zip(found, found[1:], strict=False))
+
+
+def test_a_histogram_counts_every_value_once():
+    labels, heights = charts.histogram([0, 1, 5, 99, 100])
+    assert sum(heights) == 5 and len(labels) == len(heights) == 20 and heights[-1] == 2
+
+
+def test_a_long_line_is_thinned_and_keeps_its_end():
+    points = [(x, x * x) for x in range(10_001)]
+    thinned = charts.thin(points)
+    assert len(thinned) <= charts.POINTS + 1 and thinned[0] == (0, 0) and thinned[-1] == points[-1]
+
+
+def test_tables_leave_out_columns_that_nothing_fills():
+    text = html.columns([{"a": 1, "b": None}], {"A": "a", "B": "b"})
+    assert "<th>A</th>" in text and "<th>B</th>" not in text
+    assert html.columns([], {"A": "a"}) == ""
