@@ -152,6 +152,7 @@ class _Mix:
         self._path = unsorted
         self._file = open(unsorted, "w+b")  # noqa: SIM115 - closed by close()
         self._offsets, self._keys, self._turns = array("Q"), array("Q"), array("L")
+        self._conv_ids: list[bytes] = []
         self._seen: set[bytes] = set()
         self._kept: dict[str, Counter] = {}
 
@@ -184,6 +185,7 @@ class _Mix:
         self._offsets.append(self._file.tell())
         self._keys.append(sources.shuffle_key(self.config.run.seed, request.conv_id))
         self._turns.append(request.turn)
+        self._conv_ids.append(bytes.fromhex(request.conv_id))
         self._file.write(_line(request.to_record()))
 
     def _reject(self, row_id: str, source: str, reason: str, detail: str = "") -> None:
@@ -198,10 +200,10 @@ class _Mix:
             for index in order:
                 self._file.seek(self._offsets[index])
                 line = self._file.readline()
-                record = json.loads(line)
-                if record["conv_id"] not in held:
+                if self._conv_ids[index].hex() not in held:
                     out.write(line)
                     continue
+                record = json.loads(line)
                 self._kept[record["source"]]["requests"] -= 1
                 self._reject(record["row_id"], record["source"], "held_out")
                 if held[record["conv_id"]] is None:
@@ -225,17 +227,13 @@ class _Mix:
         if acceptance.prompts:
             return held
         before = {r["conv_id"] for r in artifacts.read_jsonl(path)} if path.exists() else set()
-        conversations = {self._conv_id(index) for index in range(len(self._offsets))}
+        conversations = {identity.hex() for identity in set(self._conv_ids)}
         chosen = heapq.nsmallest(
             acceptance.held_out,
             conversations,
             key=lambda c: (c not in before, sources.shuffle_key(seed, f"held out {c}")),
         )
         return dict.fromkeys(chosen)
-
-    def _conv_id(self, index: int) -> str:
-        self._file.seek(self._offsets[index])
-        return json.loads(self._file.readline())["conv_id"]
 
     def table(self) -> dict[str, dict]:
         rejected: dict[str, Counter] = {}
@@ -263,10 +261,19 @@ def rejection(row_id: str, source: str, reason: str, detail: str, at: str) -> di
     return {"row_id": row_id, "source": source, "reason": reason, "detail": detail, "at": at}
 
 
+# A request's line begins with these two; a million lines are not parsed for them.
+ROW_ID = slice(len('{"row_id":"'), len('{"row_id":"') + 32)
+PARENT = slice(ROW_ID.stop + len('","parent":"'), ROW_ID.stop + len('","parent":"') + 32)
+QUOTE = ord('"')
+
+
 def asked_for(folder: Path) -> set[str] | None:
     """Ids of the rows that the mix in `folder` asks for; others on disk belong to no run now. None: no mix there."""
     path = folder / PROMPTS
-    return {record["row_id"] for record in artifacts.read_jsonl(path)} if path.exists() else None
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        return {line[ROW_ID].decode() for line in file}
 
 
 class Requests:
@@ -282,13 +289,12 @@ class Requests:
         for line in self._file:
             if limit is not None and len(self.ids) >= limit:
                 break
-            record = json.loads(line)
-            if record["parent"]:
-                parent = bytes.fromhex(record["parent"])
+            if line[PARENT.start - 1] == QUOTE:
+                parent = bytes.fromhex(line[PARENT].decode())
                 self.children.setdefault(parent, []).append(len(self.ids))
                 self.parents[len(self.ids)] = parent
             self.offsets.append(offset)
-            self.ids.append(bytes.fromhex(record["row_id"]))
+            self.ids.append(bytes.fromhex(line[ROW_ID].decode()))
             offset += len(line)
         size = self._file.seek(0, 2)
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
