@@ -6,13 +6,16 @@
         --prompts questions.jsonl --count 2000 --concurrency 200 --max-tokens 512
 
 `server` wants the role up already. Rounds alternate between a bare aiohttp load generator (A) and stage 01b (B), with
-the very same request bodies, each in a process of its own; `--speculators` adds its regenerate-responses, and
-`--seed-cost` a round of A without per-row seeds. Prints `METRIC name value` lines. Nothing is downloaded.
+the very same request bodies, each in a process of its own; `--speculators` adds its regenerate-responses (the server
+must then list the model's path as a second name), and `--seed-cost` rounds of A without per-row seeds. Idle shares
+are computed from the answers' true lengths: what the order of the requests costs at the end of a run, and could cost.
+Prints `METRIC name value` lines. Nothing is downloaded.
 """
 
 import argparse
 import asyncio
 import contextlib
+import heapq
 import itertools
 import json
 import os
@@ -21,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean
 
@@ -30,7 +33,7 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import chat, client, config, prompts, rows, stage  # noqa: E402
+from drafter import chat, client, config, generate, prompts, rows, stage  # noqa: E402
 
 REPLY = json.dumps(
     {
@@ -133,6 +136,16 @@ async def client_only(run_config: config.Config, path: Path) -> dict:
         return {"req_s": len(bodies) / (time.perf_counter() - started)}
 
 
+def idle_share(lengths: Iterable[int], slots: int) -> float:
+    """Share of slot time idle at the end when requests of these lengths, in this order, fill `slots` slots."""
+    busy = [0] * slots
+    total = 0
+    for length in lengths:
+        heapq.heapreplace(busy, busy[0] + length)
+        total += length
+    return 1 - total / (slots * max(busy))
+
+
 class Bench:
     def __init__(self, folder: Path, args: argparse.Namespace, url: str, prompts_path: Path):
         self.folder, self.args = folder, args
@@ -184,8 +197,9 @@ class Bench:
         if code or summary["out"] != self.count:
             raise SystemExit(f"stage 01b ended with {code}: {summary}")
         facts = summary["facts"]["generation"]
-        made = sum(1 for _ in rows.read_rows(self.folder / name / "01b_synthetic", self.count))
-        assert made == self.count
+        made = {row.row_id: row for row in rows.read_rows(self.folder / name / "01b_synthetic", self.count)}
+        assert len(made) == self.count
+        self.lengths = {row_id: row.usage["completion_tokens"] for row_id, row in made.items()}
         return {
             "tok_s": facts["output_tokens_per_second"],
             "req_s": self.count / facts["seconds"],
@@ -196,7 +210,10 @@ class Bench:
         }
 
     def speculators(self) -> dict:
-        """speculators' own tool on the same prompts and sampling; its start-up is part of its wall time."""
+        """speculators' own tool on the same prompts and sampling; its start-up is part of its wall time.
+
+        It takes a tokenizer's path and a served name in one argument, so the server must list the model's path too.
+        """
         settings, out = self.config.generate, self.folder / f"regenerated-{time.time_ns()}.jsonl"
         source = self.folder / "source.jsonl"
         with open(source, "w") as file:
@@ -206,7 +223,7 @@ class Bench:
         sampling = {"temperature": settings.temperature, "top_p": settings.top_p}
         command = [
             sys.executable, "-c", "from speculators.cli import app; app()", "regenerate-responses",
-            "--endpoint", self.config.servers.generate.url + "/v1", "--model", self.config.target.served_name,
+            "--endpoint", self.config.servers.generate.url + chat.CHAT, "--model", str(self.config.target.model),
             "--dataset", str(source), "--concurrency", str(settings.concurrency),
             "--max-tokens", str(settings.max_tokens), "--sampling-params", json.dumps(sampling),
             "--outfile", str(out),
@@ -221,7 +238,7 @@ class Bench:
 
 
 def metric(name: str, value: float) -> None:
-    print(f"METRIC {name} {value:.4g}", flush=True)
+    print(f"METRIC {name} {value:.6g}", flush=True)
 
 
 def toy_model(folder: Path) -> Path:
@@ -282,10 +299,19 @@ def run_server(args: argparse.Namespace, folder: Path) -> None:
         metric(f"stage_tokens_per_second_{turn}", taken["ours"][-1]["tok_s"])
     metric("stage_to_bare", mean(r["tok_s"] for r in taken["ours"]) / mean(r["tok_s"] for r in taken["bare"]))
     metric("output_tokens", taken["ours"][-1]["tokens"])
+    requests = prompts.Requests(bench.requests)
+    shuffled = [requests[i] for i in range(len(requests))]
+    drain = args.concurrency * generate.DRAIN
+    by_size = sorted(shuffled[-drain:], key=lambda r: len(r.messages[-1]["content"]), reverse=True)
+    for name, order in (("shuffled", shuffled), ("longest_prompt_first", [*shuffled[:-drain], *by_size])):
+        metric(f"idle_share_{name}", idle_share((bench.lengths[r.row_id] for r in order), args.concurrency))
+    best = sorted(bench.lengths.values(), reverse=True)
+    metric("idle_share_longest_answer_first", idle_share(best, args.concurrency))
     for name in ("around_seconds", "tail_seconds", "tail_idle_share"):
         metric(f"stage_{name}", mean(r[name] for r in taken["ours"]))
-    if args.seed_cost:
-        metric("bare_tokens_per_second_without_seeds", bench.inner("bare", "--no-seeds")["tok_s"])
+    for turn in range(1, args.rounds + 1) if args.seed_cost else ():
+        metric(f"bare_tokens_per_second_without_seeds_{turn}", bench.inner("bare", "--no-seeds")["tok_s"])
+        metric(f"bare_tokens_per_second_with_seeds_{turn}", bench.inner("bare")["tok_s"])
     if args.speculators:
         theirs = bench.speculators()
         metric("speculators_tokens_per_second_with_start", theirs["tok_s"])

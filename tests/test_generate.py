@@ -336,7 +336,7 @@ def change(reply: dict, **changes) -> dict:
     ],
 )
 def test_a_malformed_reply_costs_its_row_and_nothing_else(lab, spoil, reason):
-    """G05, G08 of a gateway: counted under its name, never fatal, never re-tokenized."""
+    """G05, and half a gateway: counted under its name, never fatal, never re-tokenized."""
     lab.server.script = lambda call: Reply(spoil(chat_reply(call.body))) if call.question == "q 5 turn 0?" else None
     lab.tree["acceptance"]["held_out"] = 1
     lab.add_source(questions(10))
