@@ -10,12 +10,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, client, comparison, contracts, decoding, export, native, prompt_sets, prompts, server
+from drafter import (
+    artifacts,
+    chat,
+    client,
+    comparison,
+    contracts,
+    decoding,
+    export,
+    native,
+    prompt_sets,
+    prompts,
+    server,
+)
 from drafter.comparison import NONE, RUN, WARM_START, Unit
-from drafter.config import Cell, Config
+from drafter.config import Cell, Config, Generate
 from drafter.decoding import Decoded
 from drafter.errors import ConfigError, ContractError, ResumableError, StageError
 from drafter.prompt_sets import PromptSets
+from drafter.prompts import Request
 from drafter.stage import Progress, Stage, say
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
@@ -102,44 +115,38 @@ def plan_units(config: Config, drafters: dict[str, Path | None], sets: PromptSet
     for cell in config.acceptance.cells:
         for label, folder in drafters.items():
             for name in sets:
-                settings = {
+                sampling = settings_of(config, cell.temperature)
+                facts = {
                     "concurrency": cell.concurrency,
                     "num_speculative_tokens": cell.num_speculative_tokens if folder else 0,
+                    "temperature": sampling.temperature,
                 }
                 question = {"drafter": [label, identities[label]], "prompts": sets_identities[name]}
-                question |= {"sampling": sampling(config, cell), "kwargs": config.target.chat_template_kwargs}
-                key = contracts.content_id(question | settings)
-                temperature = sampling(config, cell)["temperature"]
-                units.setdefault(key, Unit(label, name, **settings, temperature=temperature, key=key))
+                question |= {
+                    "sampling": chat.sampling(sampling, "0" * 7),
+                    "kwargs": config.target.chat_template_kwargs,
+                }
+                key = contracts.content_id(question | facts)
+                units.setdefault(key, Unit(label, name, **facts, key=key))
     return list(units.values())
 
 
-def sampling(config: Config, cell: Cell) -> dict[str, Any]:
-    """Sent with every request, in full: a server's own defaults must not decide."""
-    generate = config.generate
-    names = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    temperature = generate.temperature if cell.temperature is None else cell.temperature
-    return {
-        "temperature": temperature,
-        "max_tokens": config.acceptance.max_tokens,
-        **{name: getattr(generate, name) for name in names},
-    }
+def settings_of(config: Config, temperature: float | None, max_tokens: int | None = None) -> Generate:
+    """The run's sampling under a cell's temperature; every prompt has a seed of its own.
+
+    So drafters differ by what they draft and not by luck.
+    """
+    changed = {"max_tokens": max_tokens or config.acceptance.max_tokens, "seed_rows": True}
+    if temperature is not None:
+        changed["temperature"] = temperature
+    return config.generate.model_copy(update=changed)
 
 
-def body(config: Config, settings: dict[str, Any], record: dict) -> dict[str, Any]:
-    """One chat request. The seed is the prompt's own, so that drafters differ by their drafts and not by luck."""
-    request = {
-        "model": config.target.served_name,
-        "messages": record["messages"],
-        "seed": int(record["conv_id"][:7], 16),
-        "return_token_ids": True,
-        **settings,
-    }
-    if config.target.chat_template_kwargs:
-        request["chat_template_kwargs"] = config.target.chat_template_kwargs
-    if record["tools"]:
-        request["tools"] = record["tools"]
-    return request
+def body(config: Config, settings: Generate, record: dict) -> dict[str, Any]:
+    """The chat request that stage 01b would send for this prompt."""
+    conv_id = record["conv_id"]
+    request = Request(conv_id, None, conv_id, record["source"], 0, "regenerate", record["messages"], record["tools"])
+    return chat.body(request, [], config.model_copy(update={"generate": settings}))
 
 
 def write_prompts(stage: Stage, sets: PromptSets) -> None:
@@ -168,7 +175,7 @@ def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, un
         with server.serving(config, "evaluate", drafters[label], tokens or 1, log_file):
             for position, unit in enumerate(group):
                 say("%s, %d tokens a draft, %s, concurrency %d", label, tokens, unit.prompt_set, unit.concurrency)
-                settings = sampling(config, Cell(temperature=unit.temperature))
+                settings = settings_of(config, unit.temperature)
                 until = _share(end, len(group) - position)
                 records = sets[unit.prompt_set]
                 decoded = decode(config, settings, records, unit.concurrency, until, progress.advance)
@@ -185,7 +192,7 @@ def _share(deadline: float, parts: int) -> float:
 
 def decode(
     config: Config,
-    settings: dict[str, Any],
+    settings: Generate,
     records: list[dict],
     concurrency: int,
     until: float,
@@ -225,7 +232,7 @@ def smoke(stage: Stage) -> dict:
     config = stage.config
     native.check_engine(config.servers.evaluate)
     records = prompt_sets.sample(config, SMOKE_PROMPTS)
-    settings = sampling(config, SMOKE_CELL) | {"max_tokens": SMOKE_TOKENS}
+    settings = settings_of(config, SMOKE_CELL.temperature, SMOKE_TOKENS)
     lengths = {}
     for label, folder in ((WARM_START, config.train.warm_start), (RUN, export.folder(config))):
         if folder is None or (label == RUN and not folder.exists()):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from drafter import artifacts, contracts, prompts, sources
 from drafter.config import ROOT, Config, Source
-from drafter.errors import ConfigError
+from drafter.errors import ConfigError, RowError
 
 HELD_OUT = "held_out"
 NGRAM = 13  # words; shorter runs are shared by chance
@@ -52,7 +52,10 @@ def _draw(config: Config, source: Source, count: int) -> list[dict]:
     wanted = min(count, source.count or count)
     drawn: dict[str, dict] = {}
     for record in sources.draw(lambda: sources.read_source(source), wanted, config.run.seed):
-        request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
+        try:
+            request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
+        except RowError as error:
+            raise ConfigError(f"acceptance.prompts {source.name}: a record is no prompt ({error})") from None
         drawn[request.conv_id] = {
             "conv_id": request.conv_id,
             "source": source.name,

@@ -173,12 +173,12 @@ def test_sampling_is_sent_in_full_and_the_seed_is_the_prompts(tmp_path, drafter)
     """G23: a server takes what is not said from the model's generation_config.json."""
     run = make_run(tmp_path, drafter, "target.chat_template_kwargs={thinking: true}")
     record = prompt_sets.read(run)["held_out"][0]
-    body = acceptance.body(run, acceptance.sampling(run, run.acceptance.cells[0]), record)
+    body = acceptance.body(run, acceptance.settings_of(run, 0.0), record)
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"):
         assert isinstance(body[name], int | float), name
     assert body["chat_template_kwargs"] == {"thinking": True}
     assert body["return_token_ids"] is True
-    assert body == acceptance.body(run, acceptance.sampling(run, run.acceptance.cells[0]), record)
+    assert body == acceptance.body(run, acceptance.settings_of(run, 0.0), record)
 
 
 def test_what_is_measured_is_not_measured_again(tmp_path, drafter):

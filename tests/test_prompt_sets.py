@@ -80,6 +80,12 @@ def test_a_prompt_that_was_trained_on_is_an_error(tmp_path):
     assert prompt_sets.read(run_config(tmp_path))
 
 
+def test_a_record_that_is_no_prompt_is_the_users_error(tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", [{"messages": []}])
+    with pytest.raises(ConfigError, match="acceptance.prompts mine: a record is no prompt"):
+        prompt_sets.read(run_config(tmp_path, f"acceptance.prompts=[{{name: mine, path: {path}}}]"))
+
+
 def test_no_prompts_is_one_line_that_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match="run 01b_generate_synthetic.py, or set acceptance.prompts"):
         prompt_sets.read(run_config(tmp_path))
