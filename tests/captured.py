@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from drafter import config, contracts, stage, states
+from drafter import config, contracts, data, stage, states
 from drafter import train as train_stage
 from tests import tiny_models
 
@@ -134,3 +134,8 @@ def metrics(path: Path, kind: str = "train") -> list[dict]:
     clock = ("tokens_per_s", "data_share", "seconds")
     records = [json.loads(line) for line in lines]
     return [{k: v for k, v in r.items() if k not in clock} for r in records if r["kind"] == kind]
+
+
+def lowest(conv_id: str, others: list[str]) -> bool:
+    """Whether `conv_id` is the first conversation that validation takes."""
+    return all(data._fraction(conv_id) < data._fraction(other) for other in others)
