@@ -57,17 +57,7 @@ def run(stage: Stage) -> dict:
         raise ResumableError("nothing was measured within acceptance.budget_minutes; raise it")
     stage.counts.done = sum(not decoded.skipped for decoded in done.values())
     report = comparison.report(units, done, config.target.think_end, config.run.seed)
-    training = config.stage_dir("01b_synthetic") / prompts.PROMPTS
-    shared = prompt_sets.overlap(sets, training)
-    report["prompt_sets"] = [
-        {
-            "name": name,
-            "prompts": len(records),
-            "sha256": prompt_sets.identity(records),
-            "ngram_overlap": shared[name],
-        }
-        for name, records in sets.items()
-    ]
+    report["prompt_sets"] = prompt_sets.describe(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
     report["drafters"] = {label: folder and native.identity(folder) for label, folder in drafters.items()}
     artifacts.write_json(stage.folder / REPORT, report)
     for unit in report["left_out"]:
@@ -179,10 +169,19 @@ def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, un
                 until = _share(end, len(group) - position)
                 records = sets[unit.prompt_set]
                 decoded = decode(config, settings, records, unit.concurrency, until, progress.advance)
+                check_decoded(unit, decoded)
                 if decoded.replies:
-                    unit_path(stage, unit).parent.mkdir(exist_ok=True)
                     artifacts.write_json(unit_path(stage, unit), decoded.to_record())
     progress.close()
+
+
+def check_decoded(unit: Unit, decoded: Decoded) -> None:
+    """Raises ConfigError when the server would not take a single prompt, or counts no drafts."""
+    if decoded.refused and not decoded.replies:
+        reason = next(iter(decoded.refused.values()))
+        raise ConfigError(f"the server refuses every prompt of {unit.prompt_set}: {reason}")
+    if unit.num_speculative_tokens and not decoded.counters.accepted_per_position:
+        raise ConfigError("the server counts no drafts: remove disable-log-stats from servers.evaluate.args")
 
 
 def _share(deadline: float, parts: int) -> float:

@@ -193,6 +193,7 @@ def test_what_is_measured_is_not_measured_again(tmp_path, drafter):
     report = json.loads((run.stage_dir("06_acceptance") / "acceptance.json").read_text())
     assert [m["drafter"] for m in report["measurements"]] == ["none", "warm_start", "run"]
     assert report["prompt_sets"][0]["prompts"] == PROMPTS
+    assert report["prompt_sets"][0]["identity"] == prompt_sets.identity(prompt_sets.read(run)["held_out"])
 
 
 def test_what_the_budget_cut_short_is_pending_and_said(tmp_path, drafter):
@@ -209,6 +210,16 @@ def test_a_budget_that_allows_nothing_is_resumable_and_not_a_success(tmp_path, d
     run = make_run(tmp_path, drafter, "acceptance.budget_minutes=1e-9")
     with pytest.raises(ResumableError, match="budget_minutes"):
         acceptance.run(the_stage(run))
+
+
+def test_a_server_that_refuses_everything_or_counts_nothing_is_not_measured():
+    unit = comparison.Unit("run", "s", 8, 3, 0.0, "key")
+    silent = Decoded([], Counters(), 1.0, {"c": "400: min_p"}, 0)
+    with pytest.raises(ConfigError, match="refuses every prompt of s: 400: min_p"):
+        acceptance.check_decoded(unit, silent)
+    uncounted = Decoded([Reply("c", [1], [1], "stop", 1.0, 0.1, False)], Counters(), 1.0, {}, 0)
+    with pytest.raises(ConfigError, match="disable-log-stats"):
+        acceptance.check_decoded(unit, uncounted)
 
 
 def test_a_broken_result_is_named(tmp_path, drafter):
