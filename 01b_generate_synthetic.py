@@ -26,7 +26,10 @@ def body(this: stage.Stage) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = stage.parser(__doc__)
     parser.add_argument(
-        "--deadline", metavar="HH:MM", help="stop asking then, finish what is in flight, go on with what there is"
+        "--deadline",
+        type=generate.clock,
+        metavar="HH:MM",
+        help="stop asking then, finish what is in flight, go on with what there is",
     )
     return stage.run("01b_synthetic", body, parser, argv)
 

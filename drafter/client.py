@@ -37,6 +37,7 @@ SICK_REQUESTS = 3  # distinct requests failing in a row, nothing succeeding betw
 PROBE_SECONDS = (1.0, 15.0)  # first and longest pause between looks at a server that is down
 PROBE_TIMEOUT = 60.0  # of one trial completion
 CONNECT_SECONDS = 10.0
+KEEPALIVE_SECONDS = 4.0  # vLLM's own server closes idle connections after 5, and a race would cost an attempt
 SPARE_FILES = 64  # descriptors for everything that is not a connection
 
 WAIT_STATUSES = frozenset({429, 503})  # a busy server: no fault of the request's
@@ -79,7 +80,7 @@ class Client:
     async def __aenter__(self) -> "Client":
         _need_files(self._concurrency + SPARE_FILES)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=600),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=600),
             auto_decompress=True,
             cookie_jar=aiohttp.DummyCookieJar(),
         )

@@ -1,5 +1,6 @@
 """Stage 01b: ask the target every question and keep what it wrote, token by token."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -19,7 +20,7 @@ from drafter.prompts import Request, Requests
 from drafter.stage import Progress, Stage, read_manifest, say
 
 QUESTION = (
-    "target.model", "target.served_name", "target.chat_template_kwargs", "target.prompt_suffix", "target.think_end",
+    "target.model", "target.chat_template_kwargs", "target.prompt_suffix", "target.think_end",
     "generate.max_tokens", "generate.temperature", "generate.top_p", "generate.top_k", "generate.min_p",
     "generate.repetition_penalty", "generate.presence_penalty", "generate.frequency_penalty", "generate.seed_rows",
 )  # fmt: skip
@@ -283,7 +284,7 @@ def prepare(stage: Stage) -> Work:
 
 async def answer(stage: Stage, work: Work) -> None:
     """Send what is pending, as long as the deadline allows."""
-    deadline = stage.args.deadline and parse_deadline(stage.args.deadline, datetime.fromtimestamp(stage.started))
+    deadline = stage.args.deadline and next_time(stage.args.deadline, datetime.fromtimestamp(stage.started))
     settings, generated = stage.config.generate, stage.config.servers.generate
     async with Client(generated, concurrency=settings.concurrency, outage_minutes=settings.outage_minutes) as client:
         context = await chat.preflight(client, stage.config)
@@ -342,11 +343,16 @@ def plan(stage: Stage) -> dict:
     return result | {"pending": len(work.pending), "requests": len(work.requests), "sources": table}
 
 
-def parse_deadline(text: str, now: datetime) -> float:
-    """The next time the clock shows HH:MM, as a timestamp. Raises ConfigError."""
+def clock(text: str) -> str:
+    """An argument that is a time of the day."""
     try:
-        clock = datetime.strptime(text, "%H:%M")
+        datetime.strptime(text, "%H:%M")
     except ValueError:
-        raise ConfigError(f"--deadline {text}: write it as HH:MM") from None
-    then = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
+        raise argparse.ArgumentTypeError(f"{text!r} is not HH:MM") from None
+    return text
+
+
+def next_time(text: str, now: datetime) -> float:
+    """The next time the clock shows HH:MM, as a timestamp."""
+    then = datetime.combine(now, datetime.strptime(text, "%H:%M").time())
     return (then if then > now else then + timedelta(days=1)).timestamp()

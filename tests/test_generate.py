@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import urllib.request
 from collections import Counter
 from datetime import datetime
@@ -22,7 +23,6 @@ import pytest
 import yaml
 
 from drafter import artifacts, chat, client, config, generate, prompts, rows, stage
-from drafter.errors import ConfigError
 from tests import fakes
 from tests.fakes import FakeServer, Reply, chat_reply, error_body
 
@@ -756,13 +756,24 @@ def test_progress_shows_rate_load_and_failures(lab, monkeypatch, caplog):
     assert "truncated_share" in caplog.text  # the table by source
 
 
-def test_past_the_deadline_what_is_in_flight_is_finished_and_the_rest_named(lab, monkeypatch):
-    monkeypatch.setattr(generate, "parse_deadline", lambda text, now: time.time() + 0.5)
-    lab.server.script = lambda call: Reply(chat_reply(call.body), delay=0.1)
+@pytest.fixture
+def deadline(lab, monkeypatch):
+    """The deadline passes when the twentieth request arrives."""
+
+    def now() -> float:
+        return 3000.0 if len(lab.server.chats) >= 20 else 1000.0
+
+    monkeypatch.setattr(generate, "time", types.SimpleNamespace(time=now, monotonic=time.monotonic))
+    monkeypatch.setattr(generate, "next_time", lambda text, start: 2000.0)
+    lab.server.script = lambda call: Reply(chat_reply(call.body), delay=0.05)
     lab.add_source(questions(200))
-    assert lab.run("--deadline", "06:00") == 0
+    return ["--deadline", "06:00"]
+
+
+def test_past_the_deadline_what_is_in_flight_is_finished_and_the_rest_named(lab, deadline):
+    assert lab.run(*deadline) == 0
     made = len(lab.records)
-    assert 8 <= made < 100
+    assert 20 <= made <= 20 + 8
     assert made == len(lab.server.chats)  # nothing that was sent was thrown away
     assert lab.server.hung_up == 0
     pending = [record["row_id"] for record in artifacts.read_jsonl(lab.stage / generate.PENDING)]
@@ -771,20 +782,23 @@ def test_past_the_deadline_what_is_in_flight_is_finished_and_the_rest_named(lab,
     assert lab.manifest["status"] == "partial"
 
 
-def test_a_deadline_with_too_few_rows_is_not_a_success(lab, monkeypatch):
-    monkeypatch.setattr(generate, "parse_deadline", lambda text, now: time.time() + 0.2)
-    lab.server.script = lambda call: Reply(chat_reply(call.body), delay=0.1)
+def test_a_deadline_with_too_few_rows_is_not_a_success(lab, deadline):
     lab.tree["generate"]["min_rows"] = 150
-    lab.add_source(questions(200))
-    assert lab.run("--deadline", "06:00") == 3
+    assert lab.run(*deadline) == 3
+    assert "min_rows" in lab.manifest["error"]
 
 
 def test_the_deadline_is_the_next_time_the_clock_shows_it():
     evening = datetime(2026, 1, 1, 22, 30)
-    assert generate.parse_deadline("23:00", evening) == datetime(2026, 1, 1, 23, 0).timestamp()
-    assert generate.parse_deadline("06:15", evening) == datetime(2026, 1, 2, 6, 15).timestamp()
-    with pytest.raises(ConfigError, match="HH:MM"):
-        generate.parse_deadline("6 am", evening)
+    assert generate.next_time("23:00", evening) == datetime(2026, 1, 1, 23, 0).timestamp()
+    assert generate.next_time("06:15", evening) == datetime(2026, 1, 2, 6, 15).timestamp()
+
+
+def test_a_deadline_that_is_no_time_of_day_is_refused_at_once(lab, capsys):
+    with pytest.raises(SystemExit) as refused:
+        lab.run("--deadline", "6 am")
+    assert refused.value.code == 2
+    assert "'6 am' is not HH:MM" in capsys.readouterr().err
 
 
 # ---- throughput's preconditions
