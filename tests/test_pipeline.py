@@ -107,6 +107,43 @@ def night(tmp_path, model):
     assert night.leftovers() == []
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(1500)
+def test_prompts_become_a_measured_drafter_on_real_vllm_and_a_second_run_does_nothing(tmp_path, model):
+    """The default config on 16 rows: every stage, three vLLM roles, acceptance from vLLM's own counters."""
+    sets = [f"run.dir={tmp_path}", "generate.max_tokens=96", "train.epochs=4"]
+    sets += [f"servers.{role}.url=http://127.0.0.1:{free_port()}" for role in ("generate", "extract", "evaluate")]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        line = ["./run_pipeline.sh", *arguments, *(part for each in sets for part in ("--set", each))]
+        env = os.environ | {"PYTHON": sys.executable}
+        return subprocess.run(line, cwd=config.ROOT, env=env, capture_output=True, text=True)
+
+    first = run("--limit", "16")
+    assert first.returncode == 0, first.stderr[-4000:]
+    summary = json.loads(first.stdout)
+    assert summary["status"] == "complete" and list(summary["stages"]) == STAGES
+
+    run_dir = tmp_path / "smollm2_cpu"
+    manifests = {name: json.loads((run_dir / name / "manifest.json").read_text()) for name in STAGES}
+    assert all(each["status"] == "complete" and each["pending"] == 0 for each in manifests.values())
+    assert manifests["02_hidden_states"]["out"] == manifests["01b_synthetic"]["out"] == 16
+    assert {path.name for path in (run_dir / "05_export/model").iterdir()} >= {"model.safetensors", "config.json"}
+    measured = json.loads((run_dir / "06_acceptance/acceptance.json").read_text())
+    drafter = next(m for m in measured["measurements"] if m["drafter"] == "run")
+    assert drafter["drafts"] > 0 and drafter["acceptance_length"] >= 1
+    assert "Acceptance length" in (run_dir / "report.html").read_text()
+    assert sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()) < 2 * 2**30
+    assert not list(run_dir.glob("servers/*.json")), "no server is left"
+
+    files = {path: path.stat().st_mtime_ns for path in run_dir.glob("0*/**/*") if path.is_file()}
+    second = run("--limit", "16")
+    assert second.returncode == 0 and "nothing was done" in second.stderr
+    assert files == {path: path.stat().st_mtime_ns for path in run_dir.glob("0*/**/*") if path.is_file()}
+    shown = run("status").stdout
+    assert "run smollm2_cpu: complete" in shown and all(name in shown for name in STAGES)
+
+
 def wait_for(path: Path, seconds: float = 40) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
