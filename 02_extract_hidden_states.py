@@ -51,11 +51,11 @@ def body(run: stage.Stage) -> dict:
         server.check(config, "extract")
         extraction = extract.Extraction(config, folder, todo, share, stage.Progress(len(todo), "rows"))
         if run.args.probe:
-            client.run(extraction.probe_only())
-            return run.finish() | {"probe": extraction.probes[0], "pending": 0}
+            return extract.probe_only(run, extraction)
         try:
             client.run(extraction.run())
         finally:
+            worklist.sweep(folder, share)
             extract.record(run, items, rejected, share, extraction)
         return extract.finish(run, items, share)
 

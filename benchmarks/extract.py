@@ -117,7 +117,9 @@ def write_rows(run_config: config.Config, prompts: Path, count: int, tokens: int
             name = contracts.content_id(number)
             row = contracts.Row(
                 row_id=name, conv_id=name, source="bench", turn=0, input_ids=ids, supervised=[[1, length]],
-                think_end=None, reasoning=None, content="", finish_reason="stop", sampling={}, usage={}, model="bench",
+                think_end=None, reasoning=None, content="",
+                finish_reason="stop", sampling={},
+                usage={}, model="bench",
             )  # fmt: skip
             file.write(json.dumps(row.to_record()) + "\n")
             rows.append(ids)

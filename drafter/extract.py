@@ -19,6 +19,7 @@ from pathlib import Path
 
 from drafter import artifacts, contracts, probe, states, worklist
 from drafter.client import Client
+from drafter.client import run as run_client
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, ResumableError, RowError
@@ -79,6 +80,15 @@ def verify(run: Stage, items: list[Item], rejected: list[Rejected], share: Share
     run.facts["verified"] = {"right": len(right), "removed": len(own) - len(right)}
     record(run, items, rejected, share)
     return finish(run, items, share)
+
+
+def probe_only(run: Stage, extraction: "Extraction") -> dict:
+    """The probe of the server as it runs now; nothing is published."""
+    try:
+        run_client(extraction.probe_once())
+    finally:
+        worklist.sweep(run.folder, Share())
+    return {"stage": run.name, "probe": extraction.probes[0]}
 
 
 def record(
@@ -169,13 +179,11 @@ class Extraction:
         if self._stop is not None:
             raise self._stop
 
-    async def probe_only(self) -> None:
-        """The probe alone, on the first rows; nothing is published."""
+    async def probe_once(self) -> None:
+        """The probe alone, on the first rows. Raises ContractError when their states are wrong."""
         async with Client(self.config.servers.extract, concurrency=8, outage_minutes=1) as self._client:
             await self._refuse_old_engine()
-            result, parts = await self.probe_rows(self.todo[: self.config.extract.probe_rows])
-            for part in parts.values():
-                part.unlink(missing_ok=True)
+            result, _parts = await self.probe_rows(self.todo[: self.config.extract.probe_rows])
             if not result.passed:
                 raise ContractError(f"the server's hidden states are wrong: {result}")
 
@@ -224,9 +232,6 @@ class Extraction:
         result = await self._probe.check(self._client, [(item.input_ids(), part) for item, part in parts.items()])
         self.probes.append(result.to_record())
         say("probe: %s", result)
-        if not result.passed:
-            for part in parts.values():
-                part.unlink()
         return result, parts
 
     async def _extract(self) -> None:

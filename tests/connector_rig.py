@@ -19,7 +19,10 @@ BLOCK = 16
 class Rig:
     """Both sides of one connector. `cache` is [blocks, layers, BLOCK, H], or the order of vLLM 0.26 when `old`."""
 
-    def __init__(self, root: Path, layer_ids, hidden: int, blocks: int = 64, device="cpu", old=False, **extra):
+    def __init__(
+        self, root: Path, layer_ids, hidden: int, blocks=64, device="cpu", old=False, writer=None, model="", **extra
+    ):
+        writer = writer or HiddenStatesWriter
         transfer = KVTransferConfig(
             kv_connector="HiddenStatesWriter",
             kv_role="kv_producer",
@@ -29,11 +32,11 @@ class Rig:
         vllm_config = SimpleNamespace(
             kv_transfer_config=transfer,
             cache_config=SimpleNamespace(block_size=BLOCK),
-            model_config=SimpleNamespace(served_model_name="tiny", get_hidden_size=lambda: hidden),
+            model_config=SimpleNamespace(served_model_name="tiny", model=str(model), get_hidden_size=lambda: hidden),
             speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=draft)),
         )
-        self.scheduler = HiddenStatesWriter(vllm_config, KVConnectorRole.SCHEDULER, None)
-        self.worker = HiddenStatesWriter(vllm_config, KVConnectorRole.WORKER, None)
+        self.scheduler = writer(vllm_config, KVConnectorRole.SCHEDULER, None)
+        self.worker = writer(vllm_config, KVConnectorRole.WORKER, None)
         # Since 0.32 the layers lie before the positions of a block, in a buffer that is still ordered by position.
         self.cache = torch.zeros(blocks, BLOCK, len(layer_ids), hidden, dtype=torch.bfloat16, device=device)
         self.worker._kv_cache = self.cache if old else self.cache.transpose(1, 2)
@@ -43,6 +46,9 @@ class Rig:
     def fill(self, hidden_states: Tensor) -> list[int]:
         """Put [T, L, H] into blocks that are not in order; their ids."""
         count = -(-len(hidden_states) // BLOCK)
+        if self._next_block + count > len(self.cache):
+            self.drain()
+            self._next_block = 1
         ids = list(range(self._next_block, self._next_block + count))[::-1]
         self._next_block += count
         for position, block in enumerate(ids):

@@ -1,0 +1,505 @@
+"""Stage 02 against a small engine (transformers, our connector, real HTTP): right, never half, within the disk."""
+
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("vllm")
+
+from drafter import artifacts, config, contracts, extract, stage, states, worklist
+from tests import tiny_models
+from tests.conftest import free_port
+from tests.corrupting_connector import CorruptingWriter
+from tests.engine import Engine
+
+main = importlib.import_module("02_extract_hidden_states").main
+LAYERS, HIDDEN = tiny_models.LAYER_IDS, tiny_models.HIDDEN
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    return tiny_models.make_tiny_mla(tmp_path_factory.mktemp("tiny") / "mla")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """A file that does not come is given up after a second, not after minutes."""
+    monkeypatch.setattr(extract, "FILE_SECONDS", 1.5)
+    monkeypatch.setattr(extract, "SLOWEST_DISK", 1e15)
+
+
+def make_row(name: str, tokens: int, seed: int, prompt: int = 5) -> contracts.Row:
+    ids = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return contracts.Row(
+        row_id=name, conv_id=name, source="test", turn=0, input_ids=ids, supervised=[[prompt, tokens]],
+        think_end=tokens - 2, reasoning=None, content="", finish_reason="stop", sampling={}, usage={}, model="tiny",
+    )  # fmt: skip
+
+
+def make_rows(count: int, prefix: str = "row", first: int = 0, low: int = 20, high: int = 60) -> list[contracts.Row]:
+    choose = random.Random(first)
+    return [make_row(f"{prefix}-{i:028d}", choose.randint(low, high), i) for i in range(first, first + count)]
+
+
+class Run:
+    """A run whose stage 01b is finished, and a way to run stage 02 on it."""
+
+    def __init__(self, folder: Path, model: Path, rows: list[contracts.Row], name: str = "run"):
+        tree = yaml.safe_load((config.ROOT / "configs/smollm2_cpu.yaml").read_text())
+        tree["run"] = {"name": name, "dir": str(folder)}
+        tree["target"] = {
+            "model": str(model), "served_name": "tiny", "layer_ids": list(LAYERS), "max_seq_len": 64,
+        }  # fmt: skip
+        tree["extract"] = {"concurrency": 4, "tokens_per_request": 150, "reserve_gb": 0, "outage_minutes": 0.5}
+        self.path = folder / f"{name}.yaml"
+        self.path.write_text(yaml.safe_dump(tree))
+        self.config = config.load(self.path)
+        self.folder = self.config.stage_dir("02_hidden_states")
+        self.folder.mkdir(parents=True)
+        self.write(rows)
+
+    def write(self, rows: list[contracts.Row]) -> None:
+        args = stage.parser("").parse_args([])
+        upstream = stage.Stage("01b_synthetic", self.config, args)
+        upstream.begin(["target.model"])
+        half = len(rows) // 2
+        for number, part in enumerate([rows[:half], rows[half:]]):
+            text = "".join(json.dumps(row.to_record()) + "\n" for row in part)
+            (upstream.folder / f"shard-{number:05d}.jsonl").write_text(text)
+        upstream.counts.total = upstream.counts.done = len(rows)
+        upstream.finish()
+        self.rows = rows
+
+    def arguments(self, port: int, *more: str) -> list[str]:
+        server = ["servers.extract.kind=external", f"servers.extract.url=http://127.0.0.1:{port}"]
+        sets = [word for entry in server for word in ("--set", entry)]
+        return ["--config", str(self.path), *sets, *more]
+
+    def extract(self, capsys, port: int, *more: str) -> tuple[int, dict]:
+        capsys.readouterr()
+        code = main(self.arguments(port, *more))
+        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    def files(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.folder.glob("??/*")}
+
+    def index(self) -> list[dict]:
+        return list(artifacts.read_jsonl(self.folder / "index.jsonl"))
+
+    def assert_exactly_the_rows(self) -> None:
+        assert [entry["row_id"] for entry in self.index()] == [row.row_id for row in self.rows]
+        assert set(self.files()) == {f"{row.row_id}.safetensors" for row in self.rows}
+        for entry in self.index():
+            states.check_content(self.folder / contracts.states_path(entry["row_id"]))
+
+
+@pytest.fixture
+def run(tmp_path, tiny):
+    return Run(tmp_path, tiny, make_rows(12))
+
+
+@pytest.fixture
+def engine(run, tiny):
+    with Engine(tiny, run.folder) as engine:
+        yield engine
+
+
+# Right
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_every_row_gets_the_states_the_target_had(run, engine, capsys, dtype):
+    """H04, H05: slots are the asked layers' inputs, the last one before the final norm; ids are in the metadata."""
+    code, summary = run.extract(capsys, engine.port, "--set", f"extract.dtype={dtype}")
+    assert code == 0 and summary["status"] == "complete"
+    assert (summary["in"], summary["out"], summary["pending"]) == (12, 12, 0)
+    run.assert_exactly_the_rows()
+    for row in run.rows:
+        read = states.read_states(run.folder / contracts.states_path(row.row_id))
+        assert read.token_ids.tolist() == row.input_ids and read.layer_ids == list(LAYERS)
+        _logits, expected = engine._forward(row.input_ids)
+        assert torch.equal(read.final, expected[:, -1])
+        assert torch.equal(read.aux, expected[:, :-1]) or dtype == "fp8"
+    facts = summary["facts"]
+    assert facts["tokens"] == sum(len(row.input_ids) for row in run.rows)
+    assert facts["bytes"] == sum(map(len, run.files().values()))
+    assert [probe["passed"] for probe in facts["probes"]] == [True, True]
+    assert facts["probes"][0]["mean_nat"] < 0.05
+    assert len(engine.requests) < 12  # short rows share requests
+    assert not any(body.get("return_token_ids") or body.get("logprobs") for body in engine.requests)
+
+
+def test_a_finished_stage_says_so_without_a_server(run, engine, capsys):
+    assert run.extract(capsys, engine.port)[0] == 0
+    before = run.files()
+    code, summary = run.extract(capsys, 1)
+    assert code == 0 and summary["out"] == 12 and run.files() == before
+
+
+KINDS = {
+    "early": "differ by",
+    "normed": "differ by",
+    "shifted": "layer 2 nearest 3",
+    "permuted": "layer 2 nearest 4",
+    "other": "differ by",
+    "late": "differ by",
+    "short": "token_ids has",
+    "zeros": "is zero",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_states_are_caught_before_anything_is_published(tmp_path, tiny, capsys, kind):
+    """H01, H02, H04, H05, H06"""
+    rows = make_rows(1, "right", low=50) + make_rows(11, kind, first=1, low=50)
+    run = Run(tmp_path, tiny, rows)
+    with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8), writer=CorruptingWriter) as engine:
+        code, summary = run.extract(capsys, engine.port)
+        assert code == 1 and KINDS[kind] in summary["error"], summary["error"]
+        assert run.files() == {} and run.index() == []
+        code, summary = run.extract(capsys, engine.port, "--probe")
+        assert code == 1 and KINDS[kind] in summary["error"]
+        assert run.files() == {}
+
+
+def test_states_that_go_wrong_later_are_caught_at_the_shard_s_end_and_withdrawn(tmp_path, tiny, capsys):
+    rows = make_rows(8, "right", low=50) + make_rows(4, "early", first=8, low=50)
+    run = Run(tmp_path, tiny, rows)
+    with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8), writer=CorruptingWriter) as engine:
+        code, summary = run.extract(capsys, engine.port, "--set", "extract.rows_per_shard=4")
+        assert code == 1 and "withdrawn" in summary["error"]
+        assert not [name for name in run.files() if name.startswith("early")]
+    with Engine(tiny, run.folder) as engine:
+        assert run.extract(capsys, engine.port)[0] == 0
+    run.assert_exactly_the_rows()
+
+
+def test_the_probe_alone_publishes_nothing(run, engine, capsys):
+    code, summary = run.extract(capsys, engine.port, "--probe")
+    assert code == 0 and summary["probe"]["passed"] and summary["probe"]["rows"] == 4
+    assert run.files() == {}
+
+
+# The question and the amount
+
+
+def test_rows_are_cut_at_the_end_and_only_cut_rows_are_redone_when_the_limit_grows(tmp_path, tiny, capsys):
+    """T02, T06, T11"""
+    rows = [make_row("a" * 32, 100, 1), make_row("b" * 32, 30, 2), make_row("c" * 32, 90, 3, prompt=70)]
+    rows += [make_row("d" * 32, 2, 4, prompt=1), make_row("e" * 32, 64, 5)]
+    rows[1].input_ids[3] = 10**6
+    run = Run(tmp_path, tiny, rows)
+    with Engine(tiny, run.folder) as engine:
+        code, summary = run.extract(capsys, engine.port)
+        assert code == 0
+        assert summary["rejected"] == {"bad_token_ids": 1, "no_supervised_tokens": 1, "too_short": 1}
+        reasons = {one["row_id"][0]: one["reason"] for one in artifacts.read_jsonl(run.folder / "rejected.jsonl")}
+        assert reasons == {"b": "bad_token_ids", "c": "no_supervised_tokens", "d": "too_short"}
+        first, second = run.index()
+        assert (first["tokens"], first["row_tokens"], first["supervised"]) == (64, 100, [[5, 64]])
+        assert first["think_end"] is None and second["think_end"] == 62
+        assert summary["facts"]["cut"] == 1
+        short = run.files()["e" * 32 + ".safetensors"]
+        engine.requests.clear()
+        code, summary = run.extract(capsys, engine.port, "--set", "target.max_seq_len=128")
+        assert code == 0 and summary["rejected"] == {"bad_token_ids": 1, "too_short": 1}
+        asked = {len(ids) for body in engine.requests for ids in body["prompt"]}
+        assert asked == {100, 90}
+        assert run.files()["e" * 32 + ".safetensors"] == short
+        assert [entry["tokens"] for entry in run.index()] == [100, 90, 64]
+
+
+@pytest.mark.parametrize("change", ["target.layer_ids=[2,4,6,8]", "extract.dtype=fp8"])
+def test_a_changed_question_is_refused_by_name_and_changes_nothing(run, engine, capsys, change):
+    """H12, H06"""
+    assert run.extract(capsys, engine.port)[0] == 0
+    before = (run.folder / "manifest.json").read_bytes()
+    code, summary = run.extract(capsys, engine.port, "--set", change)
+    assert code == 2 and change.partition("=")[0] in summary["error"]
+    assert (run.folder / "manifest.json").read_bytes() == before
+
+
+def test_limits_and_new_rows_only_change_what_is_left(run, engine, capsys):
+    code, summary = run.extract(capsys, engine.port, "--limit", "5")
+    assert code == 0 and summary["out"] == 5
+    run.write(run.rows + make_rows(3, first=100))
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 0 and summary["out"] == 15
+    run.assert_exactly_the_rows()
+    code, summary = run.extract(capsys, engine.port, "--limit", "2")
+    assert code == 0 and len(run.index()) == 2 and len(run.files()) == 15  # out of the index, not off the disk
+
+
+def test_a_row_generated_anew_is_extracted_anew(run, engine, capsys):
+    assert run.extract(capsys, engine.port)[0] == 0
+    changed = make_row(run.rows[3].row_id, len(run.rows[3].input_ids), seed=999)
+    run.write([*run.rows[:3], changed, *run.rows[4:]])
+    engine.requests.clear()
+    assert run.extract(capsys, engine.port)[0] == 0
+    assert [ids for body in engine.requests for ids in body["prompt"]] == [changed.input_ids]
+    run.assert_exactly_the_rows()
+
+
+def test_bad_situations_end_with_one_line_and_exit_2(run, engine, capsys, tmp_path, tiny):
+    """H13"""
+    engine.version = "0.24.1"
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 2 and "does not capture the last layer of DeepseekV3ForCausalLM" in summary["error"]
+    engine.version = "0.26.0"
+    code, summary = run.extract(capsys, free_port())
+    assert code == 2 and "python -m drafter.server up extract" in summary["error"]
+    code, summary = run.extract(capsys, engine.port, "--shard", "3/2")
+    assert code == 2 and "--shard" in summary["error"]
+    elsewhere = Run(tmp_path / "other", tiny, make_rows(2)) if (tmp_path / "other").mkdir() is None else None
+    code, summary = elsewhere.extract(capsys, engine.port)
+    assert code == 2 and "is not a .part file below" in summary["error"]
+    shutil.rmtree(elsewhere.config.stage_dir("01b_synthetic"))
+    code, summary = elsewhere.extract(capsys, engine.port)
+    assert code == 2 and "01b_synthetic has not run" in summary["error"]
+
+
+# Never half
+
+
+def start(run: Run, port: int, *more: str) -> subprocess.Popen:
+    line = [sys.executable, "02_extract_hidden_states.py", *run.arguments(port, *more)]
+    return subprocess.Popen(line, cwd=config.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def engine_process(tiny: Path, run: Run, port: int) -> subprocess.Popen:
+    line = [sys.executable, "-m", "tests.engine", str(tiny), str(run.folder), str(port)]
+    process = subprocess.Popen(line, cwd=config.ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for text in process.stdout:
+        if text.strip() == "ready":
+            return process
+    raise AssertionError("the engine did not start")
+
+
+def published(run: Run) -> int:
+    return len(list(run.folder.glob("??/*.safetensors")))
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_client_stopped_at_any_moment_loses_nothing(tmp_path, tiny, capsys, number):
+    """H09, H10: exactly the rows at the end, byte for byte what an undisturbed run gives."""
+    rows = make_rows(40)
+    undisturbed, run = Run(tmp_path, tiny, rows, "undisturbed"), Run(tmp_path, tiny, rows)
+    with Engine(tiny, tmp_path) as engine:
+        assert undisturbed.extract(capsys, engine.port)[0] == 0
+        engine.plan = lambda _body: time.sleep(0.03)
+        for goal in (0, 9, 22):
+            process = start(run, engine.port)
+            wait_for(lambda goal=goal: published(run) > goal)
+            process.send_signal(number)
+            process.communicate(timeout=60)
+            assert process.returncode in (-9, 143), process.returncode
+        engine.plan = lambda _body: None
+        for stray in ("zz.part", "zz.writing", "zz.error"):
+            (run.folder / "ro" / f"{rows[0].row_id}.{stray}").write_bytes(b"left")
+        assert run.extract(capsys, engine.port)[0] == 0
+    run.assert_exactly_the_rows()
+    assert run.files() == undisturbed.files()
+    assert (run.folder / "index.jsonl").read_bytes() == (undisturbed.folder / "index.jsonl").read_bytes()
+
+
+def test_a_server_killed_in_the_middle_is_waited_for(tmp_path, tiny):
+    run, port = Run(tmp_path, tiny, make_rows(60)), free_port()
+    server = engine_process(tiny, run, port)
+    client = start(run, port)
+    try:
+        for goal in (5, 25):
+            wait_for(lambda goal=goal: published(run) > goal)
+            server.kill()
+            server.wait()
+            server = engine_process(tiny, run, port)
+        out, err = client.communicate(timeout=120)
+        assert client.returncode == 0, err
+        assert json.loads(out.splitlines()[-1])["out"] == 60
+    finally:
+        client.kill()
+        server.kill()
+    run.assert_exactly_the_rows()
+
+
+def test_a_reply_without_a_file_is_asked_again_and_then_rejected_by_name(run, engine, capsys):
+    """H08"""
+    lost = run.rows[7].input_ids
+    engine.plan = lambda body: "no file" if lost in body["prompt"] else None
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 0 and summary["rejected"] == {"no_states": 1} and summary["out"] == 11
+    assert sum(lost in body["prompt"] for body in engine.requests) == extract.ATTEMPTS
+    engine.plan = lambda body: None
+    assert run.extract(capsys, engine.port)[0] == 0
+    run.assert_exactly_the_rows()
+
+
+def test_a_late_file_is_waited_for(run, engine, capsys, monkeypatch):
+    """H08"""
+    write = states.write
+    monkeypatch.setattr(states, "write", lambda *args: (time.sleep(0.3), write(*args))[1])
+    assert run.extract(capsys, engine.port)[0] == 0
+    run.assert_exactly_the_rows()
+
+
+def test_a_server_that_fails_every_request_is_exit_3_and_costs_nothing(run, engine, capsys):
+    """H11, R01"""
+    code, _summary = run.extract(capsys, engine.port, "--limit", "6")
+    engine.plan = lambda body: "500"
+    code, summary = run.extract(capsys, engine.port, "--set", "extract.outage_minutes=0.02")
+    assert code in (1, 2, 3) and summary["out"] == 6
+    engine.plan = lambda body: None
+    assert run.extract(capsys, engine.port)[0] == 0
+    run.assert_exactly_the_rows()
+
+
+def test_two_clients_on_one_folder_are_one_too_many(run, engine, capsys):
+    with worklist.locked(run.folder, worklist.Share()):
+        for share in ("1/1", "1/2"):
+            code, summary = run.extract(capsys, engine.port, "--shard", share)
+            assert code == 2 and "another process" in summary["error"]
+    assert not (run.folder / "manifest.json").exists()
+
+
+def test_hosts_share_the_rows_and_one_index(run, engine, capsys):
+    code, first = run.extract(capsys, engine.port, "--shard", "1/2")
+    assert code == 0 and 0 < first["out"] < 12 and first["pending"] == 0
+    assert json.loads((run.folder / "manifest.json").read_text())["status"] == "partial"
+    engine.requests.clear()
+    code, second = run.extract(capsys, engine.port, "--shard", "2/2")
+    assert code == 0 and second["out"] == 12
+    assert sum(len(body["prompt"]) for body in engine.requests) == 12 - first["out"]
+    run.assert_exactly_the_rows()
+    assert json.loads((run.folder / "manifest.json").read_text())["status"] == "complete"
+
+
+# After publishing
+
+
+def test_verify_finds_what_happened_to_published_files_and_the_next_run_redoes_them(run, engine, capsys):
+    assert run.extract(capsys, engine.port)[0] == 0
+    good = run.files()
+    paths = [run.folder / contracts.states_path(row.row_id) for row in run.rows]
+    flipped = bytearray(paths[0].read_bytes())
+    flipped[-100] ^= 4
+    paths[0].write_bytes(flipped)
+    os.truncate(paths[1], paths[1].stat().st_size - 1)
+    shutil.copy(paths[3], paths[2])
+    read = states.read_states(paths[4])
+    from safetensors.torch import save_file
+
+    hidden = torch.cat([read.aux, read.final[:, None]], dim=1)
+    save_file({"hidden_states": hidden.half(), "token_ids": read.token_ids}, paths[4], metadata=read.metadata)
+    paths[5].unlink()
+    (run.folder / "index.jsonl").unlink()
+    code, summary = run.extract(capsys, 1, "--verify")
+    assert code == 3 and summary["pending"] == 5 and summary["out"] == 7
+    assert summary["facts"]["verified"] == {"right": 7, "removed": 4}
+    assert [entry["row_id"] for entry in run.index()] == [row.row_id for row in run.rows[3:4] + run.rows[6:]]
+    engine.requests.clear()
+    assert run.extract(capsys, engine.port)[0] == 0
+    assert sum(len(body["prompt"]) for body in engine.requests) == 5
+    assert run.files() == good
+
+
+def test_the_index_is_a_cache(run, engine, capsys):
+    assert run.extract(capsys, engine.port)[0] == 0
+    index = (run.folder / "index.jsonl").read_bytes()
+    (run.folder / "index.jsonl").unlink()
+    shutil.rmtree(run.folder / ".journal")
+    code, _summary = run.extract(capsys, 1)  # files that no journal vouches for are checked, not asked for again
+    assert code == 0 and (run.folder / "index.jsonl").read_bytes() == index
+
+
+# Within the disk
+
+
+def test_the_plan_is_exact_and_says_what_would_fit(run, engine, capsys, monkeypatch):
+    """H15"""
+    code, planned = run.extract(capsys, 1, "--dry-run")
+    assert code == 0 and planned["pending"] == 12 and planned["findings"] == []
+    assert run.extract(capsys, engine.port)[0] == 0
+    assert planned["bytes"] == sum(map(len, run.files().values()))
+    for path in run.folder.glob("??/*"):
+        path.unlink()
+    room = planned["bytes"] // 2
+    monkeypatch.setattr(artifacts, "free_bytes", lambda _folder: room + 10**9)
+    code, summary = run.extract(capsys, engine.port, "--set", "extract.reserve_gb=1")
+    assert code == 2 and run.files() == {}
+    for part in (f"{planned['bytes'] / 1e9:.3f} GB", "--limit", "target.max_seq_len", "extract.reserve_gb"):
+        assert part in summary["error"]
+    items, _ = worklist.read_items(run.config)
+    advised = int(summary["error"].partition("target.max_seq_len ")[2].split(";")[0])
+
+    def need(length):
+        sizes = (worklist.bytes_of(run.config, item, min(item.tokens, length), "bf16") for item in items)
+        return sum(sizes)
+
+    assert need(advised) <= room < need(advised + 1)
+
+
+def test_the_reserve_stops_a_run_cleanly_and_it_goes_on_later(run, engine, capsys, monkeypatch):
+    """H15"""
+    free = iter([10**12, 10**12])
+    monkeypatch.setattr(artifacts, "free_bytes", lambda _folder: next(free, 10**8))
+    engine.plan = lambda _body: time.sleep(0.4)
+    code, summary = run.extract(
+        capsys, engine.port, "--set", "extract.reserve_gb=1", "--set", "extract.concurrency=1",
+        "--set", "extract.tokens_per_request=1", "--set", "extract.probe_rows=1",
+    )  # fmt: skip
+    assert code == 3 and "extract.reserve_gb" in summary["error"] and 0 < summary["out"] < 12
+    monkeypatch.undo()
+    engine.plan = lambda _body: None
+    assert run.extract(capsys, engine.port)[0] == 0
+    run.assert_exactly_the_rows()
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(run, engine, capsys, monkeypatch):
+    """H15"""
+    write = states.write
+
+    def full(path, tensors, facts):
+        if facts["row_id"] == run.rows[8].row_id:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return write(path, tensors, facts)
+
+    monkeypatch.setattr(states, "write", full)
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 3 and "no space left" in summary["error"]
+    assert all(name.endswith((".safetensors", ".error")) for name in run.files())
+    monkeypatch.setattr(states, "write", write)
+    assert run.extract(capsys, engine.port)[0] == 0
+    run.assert_exactly_the_rows()
+
+
+def test_a_sick_server_blows_the_budget_and_zero_successes_are_never_a_success(run, engine, capsys, monkeypatch):
+    """H13"""
+    monkeypatch.setattr(extract, "SHARE_AFTER", 2)
+    monkeypatch.setattr(extract, "ATTEMPTS", 1)
+    first = [row.input_ids for row in run.rows[:4]]
+    engine.plan = lambda body: None if all(ids in first for ids in body["prompt"]) else "no file"
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 1 and "rows failed" in summary["error"]
