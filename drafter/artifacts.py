@@ -15,6 +15,7 @@ from typing import Any
 
 from drafter.errors import ConfigError
 
+LOCK_SECONDS = 2.0  # a child that a killed process was just starting holds its lock until it runs its own program
 PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
 
 
@@ -177,10 +178,15 @@ def locked(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is working in {folder}; wait for it or stop it") from None
+        patience = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > patience:
+                    raise ConfigError(f"another process is working in {folder}; wait for it or stop it") from None
+                time.sleep(0.05)
         yield
 
 
