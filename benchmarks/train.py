@@ -199,7 +199,7 @@ class Ours:
 
     name = "ours"
 
-    def __init__(self, shape: Shape, pack: int, folder: Path, train_head: bool = False):
+    def __init__(self, shape: Shape, pack: int, folder: Path, wrap: Callable | None = None):
         import torch
 
         from drafter import draft
@@ -208,9 +208,11 @@ class Ours:
         self.model = draft.build(random_weights(shape), native_config(shape), verifier, target)
         compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model.prepare(verifier, compute, shape.steps)
-        groups = ("layer", "fc", "norms", *(["lm_head"] if train_head else []))
-        self.parameters = list(draft.trainable(self.model, groups).values())
         self.model.to(device())
+        groups = ("layer", "fc", "norms")
+        draft.trainable(self.model, groups)
+        self.wrapped = wrap(self.model, compute) if wrap else self.model
+        self.parameters = list(draft.trainable(self.model, groups).values())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
         self.host = host_pack(shape, pack)
         self.scale = torch.full((shape.steps,), 1.0 / len(self.host.anchors), device=device())
@@ -229,6 +231,8 @@ class Ours:
     def step(self, mark: Callable[[str], None] = lambda name: None) -> float:
         import torch
 
+        from drafter import parallel
+
         mark("copy")
         pack, copied = self.next
         if copied is not None:
@@ -237,16 +241,22 @@ class Ours:
                 tensor.record_stream(torch.cuda.current_stream())
         self.next = self._copy()
         mark("forward")
-        loss, stats = self.model(pack, self.scale)
+        loss, stats = self.wrapped(pack, self.scale)
         mark("backward")
         loss.backward()
         mark("optimizer")
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        norm = parallel.whole(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0))
         *_, norm = torch.cat([stats.flatten(), norm.reshape(1)]).tolist()  # the one transfer a step
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         mark("end")
         return loss.item()
+
+    def step_from(self, pack) -> None:
+        """One step on a pack that is on the device already."""
+        self.next = (pack, None)
+        self._copy = lambda: (None, None)
+        self.step()
 
 
 class Library:
@@ -513,68 +523,64 @@ def part_files(shape: Shape, arguments) -> None:
             metric(f"files_{name}_waiting_share", loader.waited / seconds)
 
 
-def step_from(self, pack) -> None:
-    """One step of `Ours` on a pack that is on the device already."""
-    self.next = (pack, None)
-    self._copy = lambda: (None, None)
-    self.step()
-
-
-Ours.step_from = step_from
-
-
-def part_stage(shape: Shape, arguments) -> None:
-    """The whole of stage 04 as a user starts it: SmolLM2's shape, 2,000 rows, 3 epochs, packs of 4,096."""
+def make_run(folder: Path, tiny: bool) -> list[str]:
+    """A finished stage 02 of random states in SmolLM2's shape, 2,000 rows; the arguments of 04_train.py for it."""
     import torch
     from safetensors.torch import save_file
 
     from drafter import contracts, states
 
-    small = arguments.tiny
-    hidden, vocab, rows = (64, 512, 40) if small else (576, 49152, 2000)
+    hidden, vocab, rows = (64, 512, 40) if tiny else (576, 49152, 2000)
+    model = folder / "model"
+    model.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 30,
+        "hidden_size": hidden, "intermediate_size": hidden * 8 // 3, "num_attention_heads": hidden // 64,
+        "num_key_value_heads": 1 if tiny else 3, "head_dim": 64, "vocab_size": vocab, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 1e5,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    embed = (torch.randn(vocab, hidden, generator=generator) * 0.05).bfloat16()
+    norm = torch.ones(hidden).bfloat16()
+    save_file({"model.embed_tokens.weight": embed, "model.norm.weight": norm}, model / "model.safetensors")
+    captured = folder / "runs/bench/02_hidden_states"
+    captured.mkdir(parents=True)
+    records = []
+    for index in range(rows):
+        row_id = f"{index:032x}"[::-1]
+        tokens = int(torch.randint(150, 450, (), generator=generator))
+        path = captured / contracts.states_path(row_id)
+        path.parent.mkdir(exist_ok=True)
+        tensors = {
+            "token_ids": torch.randint(vocab, (tokens,), generator=generator),
+            "hidden_states": torch.randn(tokens, 4, hidden, generator=generator).bfloat16(),
+        }
+        size = states.write(path, tensors, states.metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
+        spans = [[tokens // 3, tokens]]
+        entry = contracts.IndexEntry(row_id, row_id, "bench", tokens, tokens, spans, None, size)
+        records.append(json.dumps(entry.to_record()))
+    (captured / "index.jsonl").write_text("\n".join(records) + "\n")
+    manifest = {"stage": "02_hidden_states", "status": "complete", "question": {"schema": contracts.SCHEMA}}
+    (captured / "manifest.json").write_text(json.dumps(manifest))
+    settings = {
+        "run.name": "bench", "run.dir": folder / "runs", "target.model": model,
+        "target.max_seq_len": 512 if tiny else 4096, "train.draft_vocab_size": 256 if tiny else 32000,
+        "train.lr": 1e-4, "train.epochs": 3, "train.precision": "bf16" if torch.cuda.is_available() else "fp32",
+        "train.trainable": "[layer, fc, norms]", "train.validation_share": 0.1, "train.validate_every": 150,
+        "train.save_every": 150,
+    }  # fmt: skip
+    command = [str(ROOT / "04_train.py"), "--config", str(ROOT / "configs/smollm2_cpu.yaml")]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    return command
+
+
+def part_stage(shape: Shape, arguments) -> None:
+    """The whole of stage 04 as a user starts it: SmolLM2's shape, 2,000 rows, 3 epochs, packs of 4,096."""
     with scratch() as folder:
-        model = folder / "model"
-        model.mkdir()
-        config = {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 30,
-            "hidden_size": hidden, "intermediate_size": hidden * 8 // 3, "num_attention_heads": hidden // 64,
-            "num_key_value_heads": 1 if small else 3, "head_dim": 64, "vocab_size": vocab, "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 1e5,
-        }  # fmt: skip
-        (model / "config.json").write_text(json.dumps(config))
-        embed = (torch.randn(vocab, hidden) * 0.05).bfloat16()
-        norm = torch.ones(hidden).bfloat16()
-        save_file({"model.embed_tokens.weight": embed, "model.norm.weight": norm}, model / "model.safetensors")
-        captured = folder / "runs/bench/02_hidden_states"
-        captured.mkdir(parents=True)
-        generator = torch.Generator().manual_seed(0)
-        records = []
-        for index in range(rows):
-            row_id = f"{index:032x}"[::-1]
-            tokens = int(torch.randint(150, 450, (), generator=generator))
-            path = captured / contracts.states_path(row_id)
-            path.parent.mkdir(exist_ok=True)
-            tensors = {
-                "token_ids": torch.randint(vocab, (tokens,)),
-                "hidden_states": torch.randn(tokens, 4, hidden).bfloat16(),
-            }
-            size = states.write(path, tensors, states.metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
-            spans = [[tokens // 3, tokens]]
-            entry = contracts.IndexEntry(row_id, row_id, "bench", tokens, tokens, spans, None, size)
-            records.append(json.dumps(entry.to_record()))
-        (captured / "index.jsonl").write_text("\n".join(records) + "\n")
-        manifest = {"stage": "02_hidden_states", "status": "complete", "question": {"schema": contracts.SCHEMA}}
-        (captured / "manifest.json").write_text(json.dumps(manifest))
-        settings = {
-            "run.name": "bench", "run.dir": folder / "runs", "target.model": model,
-            "target.max_seq_len": 512 if small else 4096, "train.draft_vocab_size": 256 if small else 32000,
-            "train.lr": 1e-4, "train.epochs": 3, "train.precision": "bf16" if torch.cuda.is_available() else "fp32",
-            "train.trainable": "[layer, fc, norms]", "train.validation_share": 0.1, "train.validate_every": 150,
-            "train.save_every": 150, "train.loader_workers": arguments.workers, "train.max_steps": "null",
-        }  # fmt: skip
-        command = [sys.executable, str(ROOT / "04_train.py"), "--config", str(ROOT / "configs/smollm2_cpu.yaml")]
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value}"]
+        command = [sys.executable, *make_run(folder, arguments.tiny)]
+        command += ["--set", f"train.loader_workers={arguments.workers}"]
         started = time.perf_counter()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         seconds = time.perf_counter() - started
