@@ -4,9 +4,9 @@
     python benchmarks/train_scaling.py --worlds 1,2    some
     python benchmarks/train_scaling.py --tiny          the same code on gloo ranks of a CPU
 
-The Kimi-shaped drafter on random states, a pack of 8,192 a rank, 3 TTT steps, head frozen.
-`NCCL_P2P_DISABLE=1` is how PCIe machines without peer-to-peer copies behave. At the end one epoch in SmolLM2's shape on one rank and on all, at
-equal global batch: the same losses. Figures are printed as `METRIC name value` as soon as they are known.
+The Kimi-shaped drafter on random states, a pack of 8,192 a rank, 3 TTT steps, head frozen. PCIe machines without
+peer-to-peer copies behave as with `NCCL_P2P_DISABLE=1`. At the end one epoch in SmolLM2's shape on one rank and on
+all, at equal global batch: the same losses. Figures are printed as `METRIC name value` as soon as they are known.
 """
 
 import argparse
