@@ -100,6 +100,8 @@ def figures(decoded: list[Decoded], think_end: int | None, seed: int) -> dict[st
         if prefix:
             result[f"{prefix}length"] = statistics.length(usable)
         result |= {f"{prefix}low": low, f"{prefix}high": high}
+        if part == "all":
+            result |= statistics.per_request(usable)
     return result
 
 

@@ -33,6 +33,18 @@ def interval(tallies: Tallies, seed: int = 0) -> tuple[float, float] | None:
     return _quantiles(_resampled([tallies], seed)[0], LENGTH_CONFIDENCE, len(tallies))
 
 
+def per_request(tallies: Tallies) -> dict[str, float | None]:
+    """How requests spread, each with a length of its own.
+
+    Their mean is not the pooled length, since short requests weigh as much as long ones.
+    """
+    tallies = tallies[tallies[:, 0] > 0]
+    lengths = 1 + tallies[:, 1] / tallies[:, 0] if len(tallies) else np.array([np.nan])
+    values = {"request_mean": lengths.mean(), "request_p10": np.quantile(lengths, 0.1)}
+    values["request_p90"] = np.quantile(lengths, 0.9)
+    return {name: None if np.isnan(value) else float(value) for name, value in values.items()}
+
+
 def compare(tallies: Tallies, baseline: Tallies, seed: int = 0) -> dict:
     """Difference in pooled length against a baseline on the same prompts, row by row, with its verdict."""
     both = (tallies[:, 0] > 0) & (baseline[:, 0] > 0)

@@ -90,6 +90,12 @@ def test_the_same_seed_gives_the_same_interval():
     assert statistics.interval(measured, 7) == statistics.interval(measured, 7) != statistics.interval(measured, 8)
 
 
+def test_requests_spread_around_their_own_mean():
+    measured = np.array([[10, 0]] * 5 + [[100, 300]] * 5 + [[0, 0]])
+    assert statistics.per_request(measured) == {"request_mean": 2.5, "request_p10": 1.0, "request_p90": 4.0}
+    assert statistics.per_request(np.zeros((0, 2)))["request_mean"] is None
+
+
 def test_agreement_counts_tokens_up_to_the_first_difference():
     outputs = [[1, 2, 3], [1, 2, 3, 4], [5]]
     references = [[1, 2, 3], [1, 9, 3, 4], [5, 6, 7]]
