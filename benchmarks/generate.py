@@ -114,10 +114,10 @@ async def bare(run_config: config.Config, path: Path, seeds: bool) -> dict:
                 async with session.post(url, json=body) as reply:
                     tokens += json.loads(await reply.read())["usage"]["completion_tokens"]
 
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(worker() for _ in range(run_config.generate.concurrency)))
-        seconds = time.perf_counter() - started
-    return {"tok_s": tokens / seconds, "req_s": len(bodies) / seconds, "seconds": seconds, "tokens": tokens}
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return {"tok_s": tokens / seconds, "req_s": len(bodies) / seconds, "cpu_ms": 1000 * cpu / len(bodies)}
 
 
 async def client_only(run_config: config.Config, path: Path) -> dict:
@@ -131,9 +131,10 @@ async def client_only(run_config: config.Config, path: Path) -> dict:
             for body in queue:
                 await one.post(chat.CHAT, body, timeout=600)
 
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(worker() for _ in range(settings.concurrency)))
-        return {"req_s": len(bodies) / (time.perf_counter() - started)}
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return {"req_s": len(bodies) / seconds, "cpu_ms": 1000 * cpu / len(bodies)}
 
 
 def idle_share(lengths: Iterable[int], slots: int) -> float:
@@ -203,6 +204,7 @@ class Bench:
         return {
             "tok_s": facts["output_tokens_per_second"],
             "req_s": self.count / facts["seconds"],
+            "cpu_ms": 1000 * facts["cpu_seconds"] / self.count,
             "around_seconds": wall - facts["seconds"],
             "tail_seconds": facts["tail_seconds"],
             "tail_idle_share": facts["tail_idle_share"],
@@ -259,11 +261,15 @@ def run_loopback(args: argparse.Namespace, folder: Path) -> None:
     with loopback() as url:
         bench = toy_bench(args, folder, url)
         for turn in range(1, args.rounds + 1):
-            metric(f"bare_requests_per_second_{turn}", bench.inner("bare")["req_s"])
-            metric(f"client_requests_per_second_{turn}", bench.inner("client")["req_s"])
-            ours = bench.ours(f"round{turn}")
-            metric(f"stage_requests_per_second_{turn}", ours["req_s"])
-            metric(f"stage_seconds_around_{turn}", ours["around_seconds"])
+            taken = {
+                "bare": bench.inner("bare"),
+                "client": bench.inner("client"),
+                "stage": bench.ours(f"round{turn}"),
+            }
+            for name, result in taken.items():
+                metric(f"{name}_requests_per_second_{turn}", result["req_s"])
+                metric(f"{name}_cpu_ms_per_request_{turn}", result["cpu_ms"])
+            metric(f"stage_seconds_around_{turn}", taken["stage"]["around_seconds"])
 
 
 def toy_bench(args: argparse.Namespace, folder: Path, url: str) -> Bench:

@@ -75,7 +75,7 @@ class Generation:
         self.rejected = artifacts.Journal(stage.folder / prompts.REJECTED)
         self.progress = Progress(len(work.pending), "rows")
         self.tokens = 0
-        self.started = time.monotonic()
+        self.started, self._cpu = time.monotonic(), time.process_time()
         self._ends: list[float] = []  # when each worker found nothing left to do
         self._new = Counter[str]()
         self._mute = 0
@@ -252,6 +252,7 @@ class Generation:
         idle = sum(max(ends) - end for end in ends)
         return {
             "seconds": round(seconds, 3),
+            "cpu_seconds": round(time.process_time() - self._cpu, 3),
             "output_tokens_per_second": round(self.tokens / seconds, 1),
             "peak_in_flight": self.client.peak_in_flight,
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

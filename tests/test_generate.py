@@ -763,7 +763,7 @@ def deadline(lab, monkeypatch):
     def now() -> float:
         return 3000.0 if len(lab.server.chats) >= 20 else 1000.0
 
-    monkeypatch.setattr(generate, "time", types.SimpleNamespace(time=now, monotonic=time.monotonic))
+    monkeypatch.setattr(generate, "time", types.SimpleNamespace(**vars(time) | {"time": now}))
     monkeypatch.setattr(generate, "next_time", lambda text, start: 2000.0)
     lab.server.script = lambda call: Reply(chat_reply(call.body), delay=0.05)
     lab.add_source(questions(200))
