@@ -68,13 +68,28 @@ def ranks() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
+STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32
+STATE_SHARE = 0.5  # of a GPU's memory that they may take; the rest is for activations
+
+
+def choose(asked: Literal["auto", "ddp", "fsdp2"], model: torch.nn.Module, device: torch.device) -> Kind:
+    """DDP where every rank can hold the whole state, which then needs no gathering; FSDP2 elsewhere."""
+    if asked != "auto":
+        return asked
+    if device.type != "cuda":
+        return "ddp"
+    numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    available = torch.cuda.get_device_properties(device).total_memory
+    return "ddp" if STATE_BYTES * numbers < STATE_SHARE * available else "fsdp2"
+
+
 def wrap(
-    model: torch.nn.Module, kind: Kind, own: Ranks, compute: torch.dtype, reshard: bool = True
+    model: torch.nn.Module, kind: Kind, own: Ranks, compute: torch.dtype, reshard: bool = False
 ) -> torch.nn.Module:
     """`model`, on its device already, made to average gradients over ranks. Call the result; keep using `model`.
 
-    One drafter layer is used in every step, so its weights stay gathered for a whole forward pass: FSDP2 shards the
-    model as one unit. The target's frozen weights stay whole on every rank: gathering them each step costs more.
+    One drafter layer is used in every step, so its weights stay gathered until the backward pass ends, and FSDP2 shards
+    the model as one unit. The target's frozen weights stay whole on every rank: gathering them each step costs more.
     """
     if own.world == 1:
         return model

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from drafter import artifacts, checkpoint, data, draft, native, parallel
+from drafter import artifacts, checkpoint, data, draft, layers, native, parallel
 from drafter.config import Config
 from drafter.contracts import Counts
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
@@ -212,9 +212,12 @@ class Training:
         self.model = draft.build(weights, self.settings, verifier, config.target)
         self.model.prepare(verifier, self.compute, train.ttt_steps)
         self.model.to(self.ranks.device)
+        if train.warm_start and not done:
+            rows = self.dataset.train + self.dataset.validation
+            self.stage.facts["layer_losses"] = layers.check(self.model, config, rows)
         draft.trainable(self.model, train.trainable)
-        kind = "ddp" if train.parallel == "auto" else train.parallel
-        self.wrapped = parallel.wrap(self.model, kind, self.ranks, self.compute)
+        self.kind = parallel.choose(train.parallel, self.model, self.ranks.device)
+        self.wrapped = parallel.wrap(self.model, self.kind, self.ranks, self.compute)
         self.parameters = draft.trainable(self.model, train.trainable)
         self.optimizer = self._make_optimizer()
         self.anchor = self._read_anchor() if train.l2_sp else None
@@ -372,15 +375,16 @@ class Training:
         if save:
             self._save()
 
-    @torch.no_grad()
     def _validate(self) -> None:
         started = time.perf_counter()
         packs = data.pack(self.dataset.validation, self.config.target.max_seq_len, seed=None)
         share = data.Step(0, 0, packs).share(self.ranks.rank, self.ranks.world)
         sums = torch.zeros(2, self.config.train.ttt_steps, len(draft.STATS), device=self.ranks.device)
         scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
-        for pack in self.loader.packs(share):
-            sums += self.wrapped(pack, scale)[1]
+        # Kernels are compiled for one mode of gradients; without backward passes, training's own serve here too.
+        with torch.set_grad_enabled(self.ranks.device.type == "cuda" and self.kind == "ddp"):
+            for pack in self.loader.packs(share):
+                sums += self.model(pack, scale)[1]
         figures = summary_by_region(self.ranks.sum(sums).cpu())
         position, acceptance = self.position, figures["expected_acceptance"]
         position.stale = 0 if acceptance > position.best else position.stale + 1
