@@ -88,7 +88,7 @@ def wrap(
 ) -> torch.nn.Module:
     """`model`, on its device already, made to average gradients over ranks. Call the result; keep using `model`.
 
-    One drafter layer is used in every step, so its weights stay gathered until the backward pass ends, and FSDP2 shards
+    One drafter layer is used in every step, so its weights stay gathered until the backward pass ends and FSDP2 takes
     the model as one unit. The target's frozen weights stay whole on every rank: gathering them each step costs more.
     """
     if own.world == 1:
