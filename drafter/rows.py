@@ -30,7 +30,7 @@ def read_reply(reply: dict, request: Request, sampling: dict, target: Target) ->
     except (KeyError, IndexError, TypeError) as error:
         raise RowError("bad_reply", f"no {error}") from None
     for name, ids in (("prompt_token_ids", prompt_ids), ("token_ids", completion_ids)):
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
             raise RowError("bad_reply", f"{name} is not a list of token ids")
     if not completion_ids:
         raise RowError("empty_completion")
