@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 PEAK = 790e12  # dense bf16 matrix FLOP/s measured on an H200
-PARTS = {"step": 210, "long": 60, "files": 90, "profile": 60, "stage": 100}  # name -> seconds at most
+PARTS = {"step": 210, "long": 60, "files": 90, "profile": 60, "stage": 100, "save": 120}  # name -> seconds at most
 
 
 @dataclass(frozen=True)
@@ -521,6 +521,31 @@ def part_files(shape: Shape, arguments) -> None:
             metric(f"files_{name}_tokens_per_s", tokens / seconds)
             metric(f"files_{name}_read_gb_per_s", tokens * 4 * shape.hidden * 2 / 1e9 / seconds)
             metric(f"files_{name}_waiting_share", loader.waited / seconds)
+
+
+def part_save(shape: Shape, arguments) -> None:
+    """A checkpoint of fp32 masters and moments, from the GPU to durable files: what a signal waits for."""
+    import torch
+
+    from drafter import checkpoint, draft
+
+    with scratch() as folder:
+        runner = Ours(shape, shape.pack, folder)
+        runner.step()
+        synchronize()
+        started = time.perf_counter()
+        weights = {name: t.cpu() for name, t in draft.native_weights(runner.model, keep_embedding=False).items()}
+        moments = {}
+        for number, parameter in enumerate(runner.parameters):
+            for kind in ("exp_avg", "exp_avg_sq"):
+                moments[f"{number}.{kind}"] = runner.optimizer.state[parameter][kind].cpu()
+        metric("save_copy_s", time.perf_counter() - started)
+        checkpoint.save(checkpoint.step_path(folder, 1), weights, {}, moments, {})
+        metric("save_s", time.perf_counter() - started)
+        size = sum(t.numel() * t.element_size() for t in (*weights.values(), *moments.values()))
+        metric("save_gb", size / 1e9)
+        del runner
+        torch.cuda.empty_cache()
 
 
 def make_run(folder: Path, tiny: bool) -> list[str]:

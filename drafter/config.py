@@ -211,7 +211,7 @@ class Train(Section):
     save_every: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
     patience: PositiveInt | None = None  # validations without improvement before stopping
-    loader_workers: NonNegativeInt = 2
+    loader_workers: NonNegativeInt = 4  # threads reading packs ahead; 0 reads when needed
 
 
 class Export(Section):

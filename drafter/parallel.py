@@ -15,6 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 Kind = Literal["ddp", "fsdp2"]
 
 
+class MainFailed(Exception):
+    """Raised on the other ranks when rank 0's work raised."""
+
+
 class Ranks:
     """What torchrun says of this process: rank, number of ranks, device."""
 
@@ -50,7 +54,7 @@ class Ranks:
             except Exception as error:
                 failed = error
         if self.sum(torch.tensor(float(failed is not None), device=self.device)) and failed is None:
-            raise RuntimeError("rank 0 failed")
+            raise MainFailed("rank 0 failed")
         if failed is not None:
             raise failed
 

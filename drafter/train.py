@@ -427,7 +427,7 @@ class Training:
 
         try:
             self.ranks.on_main(write)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, parallel.MainFailed) as error:
             done = checkpoint.complete_steps(self.stage.folder)
             kept = done[-1].name if done else "nothing"
             raise ResumableError(f"step {self.position.step} could not be saved ({error}); {kept} is kept") from None

@@ -110,8 +110,8 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def train_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:
-    """Run stage 04 on `world` gloo ranks; their exit codes."""
+def start_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:
+    """Start stage 04 on `world` gloo ranks; their process ids."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -124,8 +124,12 @@ def train_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:
 
         return work
 
-    pids = [forked(rank(number)) for number in range(world)]
-    return [wait(pid) for pid in pids]
+    return [forked(rank(number)) for number in range(world)]
+
+
+def train_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:
+    """Run stage 04 on `world` gloo ranks; their exit codes."""
+    return [wait(pid) for pid in start_on_ranks(world, path, *overrides)]
 
 
 def metrics(path: Path, kind: str = "train") -> list[dict]:

@@ -174,15 +174,32 @@ def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tm
 def test_a_signal_saves_and_exits(target, warm_start, tmp_path, number, expected):
     path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=400)
     pid = captured.forked(lambda: captured.train(path)[0])
-    journal = folder(path) / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not journal.exists() or journal.stat().st_size < 3000):
-        time.sleep(0.05)
+    wait_for_steps(path)
     os.kill(pid, number)
     assert captured.wait(pid) == expected
     step = checkpoint.step_number(last(path))
     assert step > 0 and captured.metrics(path)[-1]["step"] == step
     assert json.loads((folder(path) / "manifest.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("struck", [[0, 1], [1]])
+def test_a_signal_to_any_rank_stops_all_at_one_step(target, warm_start, tmp_path, struck):
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=400)
+    pids = captured.start_on_ranks(2, path)
+    wait_for_steps(path)
+    for rank in struck:
+        os.kill(pids[rank], signal.SIGTERM)
+    assert [captured.wait(pid) for pid in pids] == [143, 143]
+    assert captured.metrics(path)[-1]["step"] == checkpoint.step_number(last(path)) > 0
+
+
+def wait_for_steps(path):
+    """Until a run in another process has made its first steps."""
+    journal = folder(path) / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not journal.exists() or journal.stat().st_size < 3000):
+        time.sleep(0.05)
 
 
 def test_a_full_disk_keeps_the_step_before_and_can_be_resumed(undisturbed, target, warm_start, tmp_path, monkeypatch):
