@@ -15,7 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from drafter import artifacts, contracts, probe, states, worklist
 from drafter.client import Client
@@ -23,6 +27,7 @@ from drafter.client import run as run_client
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, ResumableError, RowError
+from drafter.launch import captured_layer_ids
 from drafter.stage import Progress, Stage, say
 from drafter.worklist import Item, Rejected, Share
 
@@ -34,6 +39,7 @@ FILE_SECONDS = 60  # what a reply's file may take beyond the time that a full qu
 SLOWEST_DISK = 50e6  # bytes a second
 OLDEST = (0, 23)  # vLLM: asynchronous writes of hidden states
 OLDEST_DEEPSEEK = (0, 25)  # before, that family drops the last layer's states in silence
+PARITY_ROWS = 32
 SHARE_AFTER = 20  # failures below this number never blow the budget
 
 
@@ -136,6 +142,14 @@ def finish(run: Stage, items: list[Item], share: Share) -> dict:
 # The run
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which states a request is for."""
+
+    layer_ids: tuple[int, ...]
+    dtype: states.Dtype
+
+
 class Extraction:
     """One client's way through its rows; `entries` and `rejected` grow as rows are settled."""
 
@@ -145,6 +159,7 @@ class Extraction:
         self.rejected: list[Rejected] = []
         self.retries: Counter[str] = Counter()
         self.probes: list[dict] = []
+        self.parity: dict | None = None  # of the compact format
         self.seconds = 0.0  # of sending and collecting, without the first probe
         self.tokens = 0
         self._journal = artifacts.Journal(folder / ".journal" / f"{share}.jsonl", sync_seconds=float("inf"))
@@ -153,6 +168,7 @@ class Extraction:
         self._stop: ResumableError | None = None
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="collect")
         self._probe = probe.Probe(config)
+        self._asked = Asked(config.target.layer_ids, config.extract.dtype)
         settings = config.extract
         # A full queue may stand before a file that is on its way.
         self._file_seconds = FILE_SECONDS + settings.queue_gb * 1e9 / SLOWEST_DISK
@@ -196,7 +212,7 @@ class Extraction:
             "tokens_per_second": round(self.tokens / self.seconds) if self.seconds else None,
             "retries": dict(self.retries),
             "probes": self.probes,
-        }
+        } | ({"parity": self.parity} if self.parity else {})
 
     async def _refuse_old_engine(self) -> None:
         """Raises ConfigError for an engine that would leave out the last layer of a DeepSeek-V2-family target."""
@@ -216,23 +232,53 @@ class Extraction:
             raise ContractError(f"the server's hidden states are wrong, nothing was published: {result}")
         for item in items:
             self._publish(item, parts[item])
+        if self._asked.dtype == "fp8":
+            await self._measure_parity()
+        if self.config.extract.neighbour_ids:
+            await self._keep_neighbours()
 
     async def probe_rows(self, items: list[Item]) -> tuple[probe.Result, dict[Item, Path]]:
         """Whole, checked, unpublished files of a few rows, and whether they are right. Raises ContractError."""
-        parts: dict[Item, Path] = {}
-        for item in items:
-            try:
-                asked, writer = await self._request([item])
-            except RowError as error:
-                raise ConfigError(f"the extract server refuses {item.row_id}: {error}") from None
-            found, _late = await self._await(asked, writer)
-            if not isinstance(found.get(item), Path):
-                raise ContractError(f"the server's hidden states are wrong: {found.get(item) or 'no file came'}")
-            parts[item] = found[item]
+        parts = await self._capture(items, self._asked)
         result = await self._probe.check(self._client, [(item.input_ids(), part) for item, part in parts.items()])
         self.probes.append(result.to_record())
         say("probe: %s", result)
         return result, parts
+
+    async def _capture(self, items: list[Item], asked: Asked) -> dict[Item, Path]:
+        """Whole, checked, unpublished files, one request each. Raises ConfigError, ContractError."""
+        parts: dict[Item, Path] = {}
+        for item in items:
+            try:
+                sent, writer = await self._request([item], asked)
+            except RowError as error:
+                raise ConfigError(f"the extract server refuses {item.row_id}: {error}") from None
+            found, _late = await self._await(sent, writer, asked)
+            if not isinstance(found.get(item), Path):
+                raise ContractError(f"the server's hidden states are wrong: {found.get(item) or 'no file came'}")
+            parts[item] = found[item]
+        return parts
+
+    async def _measure_parity(self) -> None:
+        """What the compact format costs: the relative error of some rows' auxiliary states, printed and recorded."""
+        parts = await self._capture(self.todo[:PARITY_ROWS], Asked(self._asked.layer_ids, "bf16"))
+        errors = torch.stack([await asyncio.to_thread(_relative_error, part) for part in parts.values()])
+        by_layer = dict(zip(map(str, self._asked.layer_ids), errors.mean(dim=0).tolist(), strict=False))
+        self.parity = {"rows": len(errors), "mean": by_layer, "worst_row": errors.max().item()}
+        shown = ", ".join(f"layer {layer} {error:.4f}" for layer, error in by_layer.items())
+        say("fp8: relative error of the auxiliary states of %d rows: %s", len(errors), shown)
+        for part in parts.values():
+            part.unlink()
+
+    async def _keep_neighbours(self) -> None:
+        """The probe rows once more in `probe/`, with the layers above the asked ones, to compare conventions."""
+        captured = tuple(captured_layer_ids(self.config))
+        parts = await self._capture(self.todo[: self.config.extract.probe_rows], Asked(captured, "bf16"))
+        for item, part in parts.items():
+            path = self.folder / "probe" / f"{item.row_id}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            os.replace(part, path)
+            probe.check_neighbours(path, self._asked.layer_ids[:-1])
 
     async def _extract(self) -> None:
         self._started = time.monotonic()
@@ -280,7 +326,7 @@ class Extraction:
     async def _attempt(self, batch: list[Item]) -> list[Item]:
         """One request; the rows that need another."""
         try:
-            asked, writer = await self._request(batch)
+            sent, writer = await self._request(batch, self._asked)
         except RowError as error:
             if len(batch) > 1:
                 return batch  # one of them spoils the request; alone it will be found
@@ -288,7 +334,7 @@ class Extraction:
                 return self._once_more(batch[0], error)
             self._reject(batch[0], error)
             return []
-        found, late = await self._await(asked, writer)
+        found, late = await self._await(sent, writer, self._asked)
         again = []
         for item, outcome in found.items():
             if isinstance(outcome, Path):
@@ -302,7 +348,7 @@ class Extraction:
             again += self._once_more(item, error)
         return again
 
-    async def _request(self, batch: list[Item]) -> tuple[dict[Item, tuple[Path, list[int]]], Path]:
+    async def _request(self, batch: list[Item], asked: Asked) -> tuple[dict[Item, tuple[Path, list[int]]], Path]:
         """Ask for the states of some rows. Returns where they will be, and who writes them. Raises RowError."""
         target = self.config.target
         ids = [item.input_ids() for item in batch]
@@ -319,8 +365,8 @@ class Extraction:
             "temperature": 0,
             "kv_transfer_params": {
                 "files": files,
-                "layer_ids": list(target.layer_ids),
-                "dtype": self.config.extract.dtype,
+                "layer_ids": list(asked.layer_ids),
+                "dtype": asked.dtype,
             },
         }
         reply = await self._client.post("/v1/completions", body, self._request_seconds)
@@ -334,13 +380,13 @@ class Extraction:
             raise RowError("bad_reply", f"the server shares no file system with this process: {writer}")
         return dict(zip(batch, zip(parts, ids, strict=True), strict=True)), writer
 
-    async def _await(self, asked: dict, writer: Path) -> tuple[dict, dict[Item, RowError]]:
+    async def _await(self, sent: dict, writer: Path, asked: Asked) -> tuple[dict, dict[Item, RowError]]:
         """Look until every file is there or given up: what was found, and what is late."""
         loop = asyncio.get_running_loop()
-        waiting, found = dict(asked), {}
+        waiting, found = dict(sent), {}
         started, pause, alive = time.monotonic(), 0.002, True
         while True:
-            outcomes = await loop.run_in_executor(self._threads, self._look, waiting)
+            outcomes = await loop.run_in_executor(self._threads, self._look, waiting, asked)
             found |= outcomes
             for item in outcomes:
                 del waiting[item]
@@ -354,15 +400,14 @@ class Extraction:
         why = f"no file within {waited:.0f} s of the reply" if alive else "the server died before writing it"
         return found, {item: RowError("no_states" if alive else "failed", why) for item in waiting}
 
-    def _look(self, asked: dict[Item, tuple[Path, list[int]]]) -> dict[Item, Path | RowError]:
+    def _look(self, sent: dict[Item, tuple[Path, list[int]]], asked: Asked) -> dict[Item, Path | RowError]:
         """In a thread: the files that are there, compared with their rows, and the reports of those that failed."""
-        target = self.config.target
-        hidden = target.architecture.hidden_size
+        hidden = self.config.target.architecture.hidden_size
         found: dict[Item, Path | RowError] = {}
-        for item, (part, ids) in asked.items():
+        for item, (part, ids) in sent.items():
             try:
                 header = states.read_header(part)
-                states.check_header(header, item.row_id, ids, target.layer_ids, hidden, self.config.extract.dtype)
+                states.check_header(header, item.row_id, ids, asked.layer_ids, hidden, asked.dtype)
                 found[item] = part
             except FileNotFoundError:
                 if (report := part.with_suffix(".error")).exists():
@@ -441,6 +486,14 @@ class Extraction:
             for entry in entries:
                 self._journal.append(entry.to_record())
             self._journal.sync()
+
+
+def _relative_error(path: Path) -> Tensor:
+    """Of each auxiliary layer after a round trip through the compact format: [A]."""
+    read = states.read_states(path)
+    small = states.compact(torch.cat([read.aux, read.final[:, None]], dim=1))
+    aux = read.aux.float()
+    return (states.expand(small["aux"], small["aux_scale"]).float() - aux).norm(dim=(0, 2)) / aux.norm(dim=(0, 2))
 
 
 def _read_report(path: Path) -> RowError:

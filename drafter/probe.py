@@ -22,6 +22,7 @@ from drafter.verifier import read_verifier
 
 TOKENS = 512  # of a row that are compared: the server computes logits for each
 MEAN_NAT, TOP1 = 0.1, 0.95
+TIES = 2  # bf16 logits tie now and then, which must not fail a probe of a few dozen positions
 RELATIVE = 0.15  # of an auxiliary layer's norm; two bf16 implementations differ by 0.01 to 0.03
 SMALL_BYTES = 2 << 30  # of weights, for a target that is loaded to compare its layers
 LAYER_TOKENS = 64  # of a row whose layers are computed a second time, on the CPU
@@ -40,7 +41,8 @@ class Result:
     @property
     def passed(self) -> bool:
         right = all(int(asked) == got["nearest"] and got["distance"] < RELATIVE for asked, got in self.aux.items())
-        return self.mean_nat < MEAN_NAT and self.top1 > TOP1 and right
+        misses = round((1 - self.top1) * self.positions)
+        return self.mean_nat < MEAN_NAT and misses <= max(TIES, (1 - TOP1) * self.positions) and right
 
     @property
     def aux(self) -> dict[str, dict]:
@@ -117,6 +119,27 @@ class Probe:
 
 def _best(entry: dict) -> int:
     return next(int(token) for token, facts in entry.items() if facts["rank"] == 1)
+
+
+def check_neighbours(path: Path, aux_layer_ids: tuple[int, ...]) -> None:
+    """On a target too large to load: of the captured layers above an asked one, the next is the most like it.
+
+    `path` holds the asked layers, those above them and the final one. Raises ContractError when they are mixed up.
+    """
+    read = states.read_states(path)
+    layers = torch.cat([read.aux, read.final[:, None]], dim=1).float()
+    place = {layer: slot for slot, layer in enumerate(read.layer_ids)}
+    for asked in aux_layer_ids:
+        own = layers[:, place[asked]]
+        distance = {
+            layer: (layers[:, slot] - own).norm(dim=-1).mean().item()
+            for layer, slot in place.items()
+            if layer != asked
+        }
+        if (nearest := min(distance, key=distance.get)) != asked + 1:
+            raise ContractError(
+                f"the states of layer {asked} are most like those of layer {nearest}, not {asked + 1}"
+            )
 
 
 class Reference:

@@ -141,7 +141,12 @@ def test_every_row_gets_the_states_the_target_had(run, engine, capsys, dtype):
     assert facts["bytes"] == sum(map(len, run.files().values()))
     assert [probe["passed"] for probe in facts["probes"]] == [True, True]
     assert facts["probes"][0]["mean_nat"] < 0.05
-    assert len(engine.requests) < 12  # short rows share requests
+    assert ("parity" in facts) == (dtype == "fp8")
+    if dtype == "fp8":
+        assert facts["parity"]["rows"] == 12 and set(facts["parity"]["mean"]) == {"2", "4", "5"}
+        assert 0.01 < facts["parity"]["worst_row"] < 0.04
+    together = [body for body in engine.requests if len(body["prompt"]) > 1]
+    assert together and all(sum(map(len, body["prompt"])) <= 150 for body in together)  # short rows share requests
     assert not any(body.get("return_token_ids") or body.get("logprobs") for body in engine.requests)
 
 
@@ -194,6 +199,18 @@ def test_the_probe_alone_publishes_nothing(run, engine, capsys):
     code, summary = run.extract(capsys, engine.port, "--probe")
     assert code == 0 and summary["probe"]["passed"] and summary["probe"]["rows"] == 4
     assert run.files() == {}
+
+
+def test_the_layers_above_are_kept_for_the_probe_rows_when_asked(tmp_path, tiny, capsys):
+    run = Run(tmp_path, tiny, make_rows(6))
+    more = ("--set", "target.layer_ids=[2,4,6,8]", "--set", "extract.neighbour_ids=true")
+    with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8)) as engine:
+        code, summary = run.extract(capsys, engine.port, *more)
+    assert code == 0, summary["error"]
+    kept = [states.read_states(path) for path in sorted((run.folder / "probe").iterdir())]
+    assert [read.layer_ids for read in kept] == [[2, 3, 4, 5, 6, 7, 8]] * 4
+    four = states.read_states(run.folder / contracts.states_path(kept[0].metadata["row_id"]))
+    assert torch.equal(four.aux, kept[0].aux[:, [0, 2, 4]]) and four.layer_ids == [2, 4, 6, 8]
 
 
 # The question and the amount
@@ -328,7 +345,7 @@ def test_a_client_stopped_at_any_moment_loses_nothing(tmp_path, tiny, capsys, nu
 def test_a_server_killed_in_the_middle_is_waited_for(tmp_path, tiny):
     run, port = Run(tmp_path, tiny, make_rows(60)), free_port()
     server = engine_process(tiny, run, port)
-    client = start(run, port)
+    client = start(run, port, "--set", "extract.outage_minutes=10")
     try:
         for goal in (5, 25):
             wait_for(lambda goal=goal: published(run) > goal)
@@ -349,10 +366,12 @@ def test_a_reply_without_a_file_is_asked_again_and_then_rejected_by_name(run, en
     lost = run.rows[7].input_ids
     engine.plan = lambda body: "no file" if lost in body["prompt"] else None
     code, summary = run.extract(capsys, engine.port)
-    assert code == 0 and summary["rejected"] == {"no_states": 1} and summary["out"] == 11
+    assert code == 0, summary["error"]
+    assert summary["rejected"] == {"no_states": 1} and summary["out"] == 11
     assert sum(lost in body["prompt"] for body in engine.requests) == extract.ATTEMPTS
     engine.plan = lambda body: None
-    assert run.extract(capsys, engine.port)[0] == 0
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 0, summary["error"]
     run.assert_exactly_the_rows()
 
 
