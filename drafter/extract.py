@@ -271,12 +271,12 @@ class Extraction:
             part.unlink()
 
     async def _keep_neighbours(self) -> None:
-        """The probe rows once more in `probe/`, with the layers above the asked ones, to compare conventions."""
+        """The probe rows once more in `neighbours/`, with the layers above the asked ones, to compare conventions."""
         captured = tuple(captured_layer_ids(self.config))
         parts = await self._capture(self.todo[: self.config.extract.probe_rows], Asked(captured, "bf16"))
         for item, part in parts.items():
-            path = self.folder / "probe" / f"{item.row_id}.safetensors"
-            path.parent.mkdir(exist_ok=True)
+            path = self.folder / "neighbours" / contracts.states_path(item.row_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(part, path)
             probe.check_neighbours(path, self._asked.layer_ids[:-1])
 

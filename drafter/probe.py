@@ -131,15 +131,10 @@ def check_neighbours(path: Path, aux_layer_ids: tuple[int, ...]) -> None:
     place = {layer: slot for slot, layer in enumerate(read.layer_ids)}
     for asked in aux_layer_ids:
         own = layers[:, place[asked]]
-        distance = {
-            layer: (layers[:, slot] - own).norm(dim=-1).mean().item()
-            for layer, slot in place.items()
-            if layer != asked
-        }
-        if (nearest := min(distance, key=distance.get)) != asked + 1:
-            raise ContractError(
-                f"the states of layer {asked} are most like those of layer {nearest}, not {asked + 1}"
-            )
+        above = {layer: layers[:, slot] for layer, slot in place.items() if layer > asked}
+        nearest = min(above, key=lambda layer: (above[layer] - own).norm(dim=-1).mean().item())
+        if nearest != asked + 1:
+            raise ContractError(f"the states of layer {asked} are most like those of {nearest}, not of {asked + 1}")
 
 
 class Reference:

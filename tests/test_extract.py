@@ -207,7 +207,7 @@ def test_the_layers_above_are_kept_for_the_probe_rows_when_asked(tmp_path, tiny,
     with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8)) as engine:
         code, summary = run.extract(capsys, engine.port, *more)
     assert code == 0, summary["error"]
-    kept = [states.read_states(path) for path in sorted((run.folder / "probe").iterdir())]
+    kept = [states.read_states(path) for path in sorted((run.folder / "neighbours").glob("*/*"))]
     assert [read.layer_ids for read in kept] == [[2, 3, 4, 5, 6, 7, 8]] * 4
     four = states.read_states(run.folder / contracts.states_path(kept[0].metadata["row_id"]))
     assert torch.equal(four.aux, kept[0].aux[:, [0, 2, 4]]) and four.layer_ids == [2, 4, 6, 8]
