@@ -45,8 +45,8 @@ def test_a_reply_comes_as_raw_json_with_reasoning_and_ids():
 
 def test_exactly_the_configured_number_is_in_flight():
     """G17"""
-    with FakeServer(lambda call: Reply(b"{}", delay=0.05)) as server:
-        replies, one = ask(server, count=3000, concurrency=1500, timeout=30)
+    with FakeServer(lambda call: Reply(b"{}", delay=4.0 if call.number < 1500 else 0.01)) as server:
+        replies, one = ask(server, count=3000, concurrency=1500, timeout=60)
         assert server.peak_in_flight == one.peak_in_flight == 1500
     assert replies == [{}] * 3000
     assert not one.retries

@@ -991,3 +991,34 @@ def test_replayed_answers_on_a_served_kimi(kimi):
     stop = kimi.config.target.special_tokens["<|im_end|>"]
     spans = [record["input_ids"][start:end] for start, end in record["supervised"]]
     assert spans == [[*kimi.tokenize(prompt=text), stop] for text in ("first", "second")]
+
+
+@pytest.mark.vllm
+def test_tools_of_a_prompt_reach_a_served_kimi(kimi):
+    """The template shows them although no tool parser runs."""
+    tool = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
+    kimi.add_source([{"messages": [{"role": "user", "content": f"call {i}"}], "tools": [tool]} for i in range(3)])
+    assert kimi.run() == 0
+    for row_id, record in kimi.records.items():
+        messages, start = kimi.asked[row_id]["messages"], record["supervised"][0][0]
+        assert record["input_ids"][:start] == kimi.tokenize(messages, tools=[tool])
+        assert record["input_ids"][:start] != kimi.tokenize(messages)
+
+
+@pytest.mark.vllm
+def test_replayed_answers_of_a_chatml_model_end_with_their_stop_token(generate_server, tmp_path):
+    """The line break that the template puts behind <|im_end|> is never taught; nor is its own system prompt."""
+    smollm2 = ServedLab(tmp_path, generate_server)
+    turns = (("user", "one?"), ("assistant", "first"), ("user", "two?"), ("assistant", "second"))
+    conversation = [{"role": role, "content": text} for role, text in turns]
+    smollm2.add_source([{"messages": conversation}, {"messages": conversation[:2]}], mode="replay", turns="all")
+    hold_out(smollm2)
+    smollm2.tree["acceptance"]["prompts"][0]["path"] = str(smollm2.folder / "eval.jsonl")
+    assert smollm2.run() == 0
+    stop = smollm2.config.target.special_tokens["<|im_end|>"]
+    [line_break] = smollm2.tokenize(prompt="\n", add_special_tokens=False)
+    long = max(smollm2.records.values(), key=lambda record: len(record["input_ids"]))
+    texts = [[*smollm2.tokenize(prompt=text, add_special_tokens=False), stop] for text in ("first", "second")]
+    assert [long["input_ids"][start:end] for start, end in long["supervised"]] == texts
+    assert [long["input_ids"][end] for _, end in long["supervised"]] == [line_break] * 2
+    assert len(smollm2.records) == 2
