@@ -44,6 +44,8 @@ WAIT_STATUSES = frozenset({429, 503})  # a busy server: no fault of the request'
 RETRY_STATUSES = frozenset({408, 409, 425})  # beside every other 5xx
 CONFIG_STATUSES = frozenset({401, 403, 404})
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 T = TypeVar("T")
 
 
@@ -207,7 +209,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
                 task.cancel()
             caught.append(signum)
 
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in SIGNALS:
             loop.add_signal_handler(signum, stop, signum)
         try:
             return await main
@@ -221,8 +223,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         import uvloop
 
         factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(guarded())
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    try:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(guarded())
+    finally:  # a closing loop leaves the default handlers behind, under which a signal would save nothing
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 class _AioOpenAI(openai.AsyncOpenAI):

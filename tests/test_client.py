@@ -2,7 +2,9 @@
 
 import asyncio
 import email.utils
+import os
 import resource
+import signal
 import time
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from drafter import client
 from drafter.client import Client
 from drafter.config import Server
-from drafter.errors import ConfigError, ResumableError, RowError
+from drafter.errors import ConfigError, Interrupted, ResumableError, RowError
 from tests.fakes import FakeServer, Reply, error_body
 
 CHAT = "/v1/chat/completions"
@@ -243,3 +245,33 @@ def test_a_lone_surrogate_in_a_prompt_can_be_sent():
                 return await one.post("/tokenize", {"prompt": "\ud83d"}, timeout=5)
 
         assert asyncio.run(main())["count"] == 3
+
+
+def test_the_stages_signal_handlers_stand_again_after_the_loop():
+    """A signal while the last shard is published must still be one that saves."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        assert client.run(asyncio.sleep(0, result=5)) == 5
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_work_save_and_says_which_it_was(signum):
+    saved = []
+
+    async def work():
+        try:
+            os.kill(os.getpid(), signum)
+            await asyncio.sleep(10)
+        finally:
+            os.kill(os.getpid(), signum)  # a second one does not cut the saving short
+            await asyncio.sleep(0.05)
+            saved.append(True)
+
+    with pytest.raises(Interrupted) as stop:
+        client.run(work())
+    assert stop.value.exit_code == 128 + signum
+    assert saved == [True]
