@@ -32,6 +32,7 @@ httpx = importlib.import_module(openai.DefaultAsyncHttpxClient.__base__.__module
 log = logging.getLogger("drafter")
 
 ATTEMPTS = 5  # of one request, not counting those that met no server or a busy one
+TIMEOUT_COST = 3  # attempts; what was too slow once will hardly be faster, and waiting for it holds up the night
 BACKOFF_SECONDS = (0.5, 30.0)  # first and longest pause between attempts
 SICK_REQUESTS = 3  # distinct requests failing in a row, nothing succeeding between: the server is down
 PROBE_SECONDS = (1.0, 15.0)  # first and longest pause between looks at a server that is down
@@ -107,7 +108,7 @@ class Client:
 
     async def _persist(self, method: str, path: str, body: dict | None, timeout: float) -> dict:
         me = object()  # unlike an id, it cannot come again while it is in the set
-        attempts, busy_since = 0, None
+        spent, busy_since = 0, None
         while True:
             await self._up.wait()
             if self._gone is not None:
@@ -122,26 +123,26 @@ class Client:
                 _raise_permanent(error, path)
                 reason = f"http_{status}"
                 pause = _retry_after(error.response.headers.get("retry-after"), self.outage_seconds)
-                counts = status not in WAIT_STATUSES
+                cost = 0 if status in WAIT_STATUSES else 1
             except openai.APITimeoutError:
-                reason, counts = "timeout", True
+                reason, cost = "timeout", TIMEOUT_COST
                 self.abandoned += 1
             except openai.APIConnectionError as error:
-                reason, counts = ("disconnected", True) if error.sent else ("no_connection", False)
+                reason, cost = ("disconnected", 1) if error.sent else ("no_connection", 0)
             self.retries[reason] += 1
             self._sick.add(me)
             if reason == "no_connection" or len(self._sick) >= SICK_REQUESTS:
                 self._wait_for_server(reason)
-            if counts:
-                attempts += 1
-                if attempts >= ATTEMPTS:
-                    raise RowError("failed", f"{attempts} attempts, the last one: {reason}")
+            if cost:
+                spent += cost
+                if spent >= ATTEMPTS:
+                    raise RowError("failed", f"retries used up, at last by {reason}")
             else:
                 busy_since = busy_since or time.monotonic()
                 if time.monotonic() - busy_since > self.outage_seconds and self._up.is_set():
                     raise RowError("failed", f"{reason} for {self.outage_seconds / 60:.0f} minutes")
             if self._up.is_set():
-                await asyncio.sleep(pause if pause is not None else _backoff(attempts or 1, *BACKOFF_SECONDS))
+                await asyncio.sleep(pause if pause is not None else _backoff(spent or 1, *BACKOFF_SECONDS))
 
     async def _once(self, method: str, path: str, body: dict | None, timeout: float) -> dict:
         self.in_flight += 1

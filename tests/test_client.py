@@ -179,6 +179,13 @@ def test_a_timeout_hangs_up_is_counted_and_retried():
     assert one.retries == {"timeout": 1}
 
 
+def test_what_is_too_slow_twice_is_given_up():
+    with FakeServer(lambda call: Reply(then="hang") if call.body["seed"] == 1 else None) as server:
+        replies, one = ask(server, count=8, concurrency=2, timeout=0.3)
+    assert [isinstance(reply, RowError) for reply in replies] == [i == 1 for i in range(8)]
+    assert one.retries["timeout"] == one.abandoned == 2
+
+
 def test_an_outage_is_waited_for_and_nothing_is_lost(monkeypatch):
     """The port is closed while the server restarts; every request waits, then goes on by itself."""
     monkeypatch.setattr(client, "ATTEMPTS", 2)
