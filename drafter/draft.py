@@ -336,11 +336,16 @@ def scratch_config(target: Target, draft_vocab_size: int | None, intermediate_si
 
 
 def scratch_weights(
-    config: dict[str, Any], verifier: Verifier, vocabulary: Tensor | None, seed: int
+    config: dict[str, Any],
+    verifier: Verifier,
+    vocabulary: Tensor | None,
+    seed: int,
+    last_layer: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """First weights of a drafter made from nothing: it begins as the target's head on its last auxiliary layer.
+    """First weights of a drafter made from nothing: the target's last layer, norm and head, on the last aux state.
 
     States of a trained model have a few huge components, so a random `fc` would begin far off any sensible scale.
+    Where `last_layer` has another form than a drafter's (MLA, experts), the layer begins as the identity.
 
     `vocabulary` [D] holds the drafted token ids in ascending order; None drafts the whole vocabulary.
     """
@@ -366,12 +371,30 @@ def scratch_weights(
         "fc.weight": torch.cat([torch.zeros(hidden, (aux - 1) * hidden), torch.eye(hidden)], 1),
         "norm.weight": verifier.norm.float(),
     }
+    if last_layer:
+        weights |= _layer_of_target(weights, last_layer, hidden)
     if vocabulary is None:
         return weights | {"lm_head.weight": verifier.head.float()}
     kept = torch.zeros(config["vocab_size"], dtype=torch.bool)
     kept[vocabulary] = True
     offsets = vocabulary - torch.arange(len(vocabulary))
     return weights | {"lm_head.weight": verifier.head[vocabulary].float(), "d2t": offsets, "t2d": kept}
+
+
+def _layer_of_target(weights: dict[str, Tensor], layer: dict[str, Tensor], hidden: int) -> dict[str, Tensor]:
+    """The target's layer as a drafter's, which reads its state beside the token; empty when their forms differ."""
+    taken = {}
+    for name, own in weights.items():
+        if not name.startswith("midlayer.") or name == "midlayer.input_layernorm.weight":
+            continue
+        source = layer.get(name.removeprefix("midlayer.").replace("hidden_norm", "input_layernorm"))
+        token_half = own[:, :hidden] if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else None
+        if source is not None and token_half is not None and len(source) == len(own):
+            source = torch.cat([token_half, source.float()], 1)
+        if source is None or source.shape != own.shape:
+            return {}
+        taken[name] = source.float()
+    return taken
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:

@@ -17,7 +17,7 @@ from drafter.contracts import Counts
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
 from drafter.metrics import Metrics, summary, summary_by_region
 from drafter.stage import Progress, Stage, read_manifest, say
-from drafter.verifier import Verifier, read_verifier
+from drafter.verifier import Verifier, read_last_layer, read_verifier
 
 QUESTION = (
     "run.seed", "target.model", "target.layer_ids", "target.max_seq_len", "train.warm_start",
@@ -456,5 +456,6 @@ def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[n
         if settings["draft_vocab_size"] != vocab_size:
             counts = data.token_counts(dataset.train, dataset.folder, vocab_size)
             vocabulary = draft.draft_vocabulary(counts, settings["draft_vocab_size"])
-        return draft.scratch_weights(settings, verifier, vocabulary, config.run.seed), settings
+        layer = read_last_layer(config.target.model)
+        return draft.scratch_weights(settings, verifier, vocabulary, config.run.seed, layer), settings
     return native.check_folder(train.warm_start, config.target), native.read_config(train.warm_start)

@@ -46,6 +46,19 @@ def read_verifier(model: Path) -> Verifier:
     return Verifier(embed=embed, norm=_read(model, files, NORM), head=head, eps=architecture.rms_norm_eps)
 
 
+def read_last_layer(model: Path) -> dict[str, Tensor]:
+    """The last decoder layer's tensors, routed experts left out, by their names inside it (`mlp.up_proj.weight`)."""
+    prefix = f"layers.{read_architecture(model).num_layers - 1}."
+    files = _files_by_tensor(model)
+    found = {}
+    for name in files:
+        before, inside, within = name.partition(prefix)
+        if inside and (not before or before.endswith("model.")) and ".experts." not in within:
+            with safe_open(files[name], "pt") as file:
+                found[within] = file.get_tensor(name)
+    return found
+
+
 def _matches(name: str, suffix: str) -> bool:
     return name == suffix or name.endswith(f".{suffix}")
 

@@ -11,7 +11,7 @@ from drafter.attention import Documents
 from drafter.config import Target
 from drafter.errors import ConfigError, ContractError
 from drafter.states import read_states
-from drafter.verifier import read_verifier
+from drafter.verifier import read_last_layer, read_verifier
 from tests import captured, tiny_models
 
 STEPS = 3
@@ -366,3 +366,33 @@ def test_from_scratch_is_a_native_drafter(target, verifier, size):
         native.check_vocabulary_map(weights["d2t"], weights["t2d"])
     again = draft.scratch_weights(settings, verifier, vocabulary, seed=0)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_from_scratch_begins_as_the_targets_last_layer(target, verifier):
+    settings = draft.scratch_config(target, None, 64)
+    plain = draft.scratch_weights(settings, verifier, None, seed=0)
+    layer = {
+        name.removeprefix("midlayer.").replace("hidden_norm", "input_layernorm"): torch.randn(tensor.shape)
+        for name, tensor in plain.items()
+        if name.startswith("midlayer.") and "input_layernorm" not in name
+    }
+    hidden = captured.HIDDEN
+    layer |= {
+        n: t[:, hidden:] for n, t in layer.items() if n[-13:] in ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    }
+    made = draft.scratch_weights(settings, verifier, None, 0, layer)
+    assert torch.equal(made["midlayer.mlp.up_proj.weight"], layer["mlp.up_proj.weight"])
+    assert torch.equal(made["midlayer.hidden_norm.weight"], layer["input_layernorm.weight"])
+    query = made["midlayer.self_attn.q_proj.weight"]
+    assert torch.equal(query[:, hidden:], layer["self_attn.q_proj.weight"])
+    assert torch.equal(query[:, :hidden], plain["midlayer.self_attn.q_proj.weight"][:, :hidden])
+    del layer["mlp.gate_proj.weight"]  # experts, say
+    made = draft.scratch_weights(settings, verifier, None, 0, layer)
+    assert all(torch.equal(made[name], plain[name]) for name in plain)
+
+
+def test_the_last_layer_is_read_from_a_flat_and_a_nested_target(target, tmp_path):
+    flat = read_last_layer(target.model)
+    nested = read_last_layer(tiny_models.make_tiny_kimi(tmp_path / "kimi"))
+    assert flat.keys() == nested.keys()
+    assert "self_attn.o_proj.weight" in flat and "input_layernorm.weight" in flat
