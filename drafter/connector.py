@@ -46,7 +46,7 @@ from drafter.errors import RowError
 
 logger = init_logger(__name__)
 
-GATHER_BYTES = 64 << 20  # device memory beyond vLLM's own that one gather may take
+GATHER_BYTES = 64 << 20  # of states that are copied at once: device memory beyond vLLM's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +117,13 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
 
     def _plan(self, req_id: str, params: dict, prompt: list[int], block_ids: list[int]) -> Save:
         """Raises ValueError, KeyError, TypeError or AttributeError on parameters that cannot be honoured."""
-        # All names are judged with each prompt: of a request with many, the client sees one reply.
-        parts = {digest: self._inside(name) for digest, name in params["files"].items()}
         if unknown := sorted(set(params["layer_ids"]) - set(self._captured)):
             raise ValueError(f"layers {unknown} are not captured; the server was started with {self._captured}")
         if params["dtype"] not in ("bf16", "fp8"):
             raise ValueError(f"no such dtype: {params['dtype']}")
         if len(block_ids) * self._block_size < len(prompt) or 0 in block_ids:  # 0: a block that was given up
             raise ValueError(f"the cache no longer holds all {len(prompt)} positions")
-        part = parts[states.ids_digest(prompt)]
+        part = self._inside(params["files"][states.ids_digest(prompt)])
         return Save(req_id, part, prompt, block_ids, params["layer_ids"], params["dtype"])
 
     def _inside(self, name: str) -> Path:
@@ -149,8 +147,8 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
             return None, None
         if self.has_connector_metadata():
             self._waiting.extend(self._get_connector_metadata().new)
-        while self._waiting and self._has_room(self._waiting[0]):
-            self._start(self._waiting.popleft())
+        while group := self._take():
+            self._start(group)
         done = {req_id for req_id, event in self._copying.items() if event is None or event.query()}
         for req_id in done:
             del self._copying[req_id]
@@ -162,49 +160,70 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
     def _size(self, save: Save) -> int:
         return len(save.token_ids) * len(save.layer_ids) * self._hidden_size * 2
 
-    def _has_room(self, save: Save) -> bool:
+    def _take(self) -> list[Save]:
+        """The next saves that fit the queue and are copied together; an only one may be larger than the queue."""
+        group: list[Save] = []
+        size = 0
         with self._queued_lock:
-            return self._queued == 0 or self._queued + self._size(save) <= self._queue_bytes
+            while self._waiting:
+                save = self._waiting[0]
+                size += self._size(save)
+                full = self._queued + size > self._queue_bytes and (group or self._queued)
+                if full or (group and (size > GATHER_BYTES or not _alike(save, group[0]))):
+                    break
+                group.append(self._waiting.popleft())
+            self._queued += sum(map(self._size, group))
+        return group
 
-    def _start(self, save: Save) -> None:
-        """Queue the copy from the cache and the write behind it."""
-        with self._queued_lock:
-            self._queued += self._size(save)
-        tensors, event = self._gather(save)
-        self._copying[save.req_id] = event
-        self._executor.submit(self._write, save, tensors, event)
+    def _start(self, group: list[Save]) -> None:
+        """Queue the copy from the cache and the writes behind it."""
+        files, event = self._gather(group)
+        for save, tensors in zip(group, files, strict=True):
+            self._copying[save.req_id] = event
+            self._executor.submit(self._write, save, tensors, event)
 
-    def _gather(self, save: Save) -> tuple[dict[str, Tensor], "torch.cuda.Event | None"]:
-        """The file's tensors in host memory, complete once the event (None: now) has happened."""
+    def _gather(self, group: list[Save]) -> tuple[list[dict[str, Tensor]], "torch.cuda.Event | None"]:
+        """Each file's tensors in host memory, complete once the event (None: now) has happened.
+
+        One kernel and one copy serve all saves of a group: a row of a few hundred tokens would cost the engine more
+        in launches than in bytes.
+        """
         cache = self._kv_cache
         if (
             cache.shape[1] != self._block_size
-        ):  # [blocks, layers, block, H] since 0.32, [blocks, block, layers, H] before
+        ):  # since 0.32 [blocks, layers, block, H], before [blocks, block, layers, H]
             cache = cache.transpose(1, 2)
-        tokens = len(save.token_ids)
-        shapes = states.shapes(tokens, len(save.layer_ids), self._hidden_size, save.dtype)
+        first = group[0]
+        ids = [block for save in group for block in save.block_ids[: self._blocks(save)]]
+        shapes = states.shapes(len(ids) * self._block_size, len(first.layer_ids), self._hidden_size, first.dtype)
+        del shapes["token_ids"]
         on_gpu = cache.is_cuda
         host = {name: torch.empty(shape, dtype=dtype, pin_memory=on_gpu) for name, (dtype, shape) in shapes.items()}
-        host["token_ids"] = torch.tensor(save.token_ids)
+        event = None
         with self._on_copy_stream() if on_gpu else contextlib.nullcontext():
-            blocks = torch.tensor(save.block_ids).to(cache.device, non_blocking=True)
-            columns = [self._captured.index(layer) for layer in save.layer_ids]
+            blocks = torch.tensor(ids).to(cache.device, non_blocking=True)
+            columns = [self._captured.index(layer) for layer in first.layer_ids]
             step = max(1, GATHER_BYTES // cache[0].nbytes)
-            for first in range(0, len(save.block_ids), step):
-                rows = cache.index_select(0, blocks[first : first + step]).flatten(0, 1)
-                if len(columns) != rows.shape[1]:
+            for start in range(0, len(ids), step):
+                rows = cache.index_select(0, blocks[start : start + step]).flatten(0, 1)
+                if columns != list(range(rows.shape[1])):
                     rows = rows[:, columns]
-                start = first * self._block_size
-                end = min(tokens, start + len(rows))
-                rows = rows[: end - start]
-                parts = states.compact(rows) if save.dtype == "fp8" else {"hidden_states": rows}
+                parts = states.compact(rows) if first.dtype == "fp8" else {"hidden_states": rows}
+                place = slice(start * self._block_size, start * self._block_size + len(rows))
                 for name, part in parts.items():
-                    host[name][start:end].copy_(part, non_blocking=True)
-            event = None
+                    host[name][place].copy_(part, non_blocking=True)
             if on_gpu:
                 event = torch.cuda.Event()
                 event.record()
-        return host, event
+        files, start = [], 0
+        for save in group:
+            own = {name: tensor[start : start + len(save.token_ids)] for name, tensor in host.items()}
+            files.append({"token_ids": torch.tensor(save.token_ids), **own})
+            start += self._blocks(save) * self._block_size
+        return files, event
+
+    def _blocks(self, save: Save) -> int:
+        return -(-len(save.token_ids) // self._block_size)
 
     @contextlib.contextmanager
     def _on_copy_stream(self):
@@ -237,6 +256,10 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         finally:
             with self._queued_lock:
                 self._queued -= self._size(save)
+
+
+def _alike(one: Save, other: Save) -> bool:
+    return one.layer_ids == other.layer_ids and one.dtype == other.dtype
 
 
 def _announce(folder: Path) -> tuple[str, int]:

@@ -17,7 +17,11 @@ class CorruptingWriter(HiddenStatesWriter):
         self._folder = Path(vllm_config.model_config.model)
         self._last = None
 
-    def _gather(self, save):
+    def _gather(self, group):
+        files = [self._corrupt(save) for save in group]
+        return files, None
+
+    def _corrupt(self, save):
         kind = save.part.name.partition("-")[0]
         *aux, final = save.layer_ids
         layers = {
@@ -25,7 +29,9 @@ class CorruptingWriter(HiddenStatesWriter):
             "shifted": [*(layer + 1 for layer in aux), final],  # the auxiliary layers, one too late
             "permuted": [aux[1], aux[0], *aux[2:], final],
         }.get(kind, save.layer_ids)
-        tensors, event = super()._gather(replace(save, layer_ids=layers))
+        [tensors], event = super()._gather([replace(save, layer_ids=layers)])
+        if event is not None:
+            event.synchronize()
         hidden = tensors["hidden_states"]
         if kind == "normed":
             hidden[:, -1] = read_verifier(self._folder).normed(hidden[:, -1])
@@ -39,4 +45,4 @@ class CorruptingWriter(HiddenStatesWriter):
             hidden.zero_()
         else:
             self._last = hidden.clone()
-        return tensors, event
+        return tensors
