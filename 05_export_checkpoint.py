@@ -2,8 +2,8 @@
 
 Reads a complete step of 04_train; writes 05_export/model (weights, config, model card), renamed into place whole and
 checked: every tensor by name, shape, dtype and value, and the logits on real rows. --smoke serves the untrained warm
-start and then the export for a minute, and refuses a drafter that nothing is accepted from; before training, the
-warm start alone.
+start and then the export for a minute, and refuses a drafter that no more than chance is accepted from; before
+training, the warm start alone.
 """
 
 import sys

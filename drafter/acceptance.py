@@ -34,7 +34,8 @@ from drafter.stage import Progress, Stage, say
 QUESTION = ("target.model", "target.chat_template_kwargs")
 REPORT = "acceptance.json"
 SMOKE_CELL = Cell(concurrency=4)
-SMOKE_PROMPTS, SMOKE_TOKENS, SMOKE_SECONDS = 8, 64, 300  # some 500 steps: not one accepted token is no accident
+SMOKE_PROMPTS, SMOKE_TOKENS, SMOKE_SECONDS = 8, 64, 300
+SMOKE_LENGTH = 1.05  # what random weights reach when their favourite token happens to be a comma
 
 
 def run(stage: Stage) -> dict:
@@ -226,7 +227,7 @@ def read_unit(stage: Stage, unit: Unit) -> Decoded:
 def smoke(stage: Stage) -> dict:
     """Serve the untrained warm start, then the export where there is one, for a minute each; the stage's summary.
 
-    Raises ContractError for a drafter that the engine loads and that nothing is accepted from.
+    Raises ContractError for a drafter that the engine loads and that no more than chance is accepted from.
     """
     config = stage.config
     native.check_engine(config.servers.evaluate)
@@ -241,12 +242,12 @@ def smoke(stage: Stage) -> dict:
         with server.serving(config, "evaluate", folder, SMOKE_CELL.num_speculative_tokens, log_file):
             decoded = decode(config, settings, records, SMOKE_CELL.concurrency, time.monotonic() + SMOKE_SECONDS)
         counters = decoded.counters
-        if not counters.accepted:
+        lengths[label] = 1 + counters.accepted / max(counters.drafts, 1)
+        if lengths[label] <= SMOKE_LENGTH:
             raise ContractError(
-                f"vLLM serves {folder}, but none of its {counters.draft_tokens} drafted tokens was accepted: "
-                "it was loaded wrongly, or drafts for another model"
+                f"vLLM serves {folder}, but accepts {counters.accepted} of its {counters.draft_tokens} drafted "
+                f"tokens (length {lengths[label]:.3f}): it was loaded wrongly, or drafts for another model"
             )
-        lengths[label] = 1 + counters.accepted / counters.drafts
         say("smoke: %s has acceptance length %.3f", label, lengths[label])
     if not lengths:
         raise ConfigError("nothing to serve: no warm start in train.warm_start, and no checkpoint in 04_train")

@@ -21,19 +21,17 @@ PROMPTS, TOKENS = 24, 24
 
 
 QUESTIONS = [f"Count from {number} to {number + 40}, with commas between." for number in range(PROMPTS)]
-COMMA = 28  # SmolLM2's token id
+COMMA, NEVER = 28, 40000  # SmolLM2's token ids: a common one, and the first of 64 that no answer has
 
 
-@pytest.fixture(scope="module")
-def comma(model, tmp_path_factory) -> Path:
-    """A drafter for SmolLM2 that always says ",": its state is zero, so the first token of its vocabulary wins."""
+def one_word_drafter(model: Path, folder: Path, token: int) -> Path:
+    """A drafter for SmolLM2 that always says `token`: its state is zero, so the first of its vocabulary wins."""
     target = config.load(CPU_CONFIG).target
-    vocabulary = torch.arange(COMMA, COMMA + 64)
+    vocabulary = torch.arange(token, token + 64)
     settings = draft.scratch_config(target, len(vocabulary), 64)
     weights = draft.scratch_weights(settings, read_verifier(model), vocabulary, seed=0)
     for silent in ("fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
         weights[silent].zero_()
-    folder = tmp_path_factory.mktemp("drafters") / "comma"
     export.write(folder, weights, settings, target)
     return folder
 
@@ -255,8 +253,9 @@ def script(name: str, run: config.Config, tmp_path: Path, *arguments: str) -> tu
 
 
 @pytest.mark.vllm
-def test_an_a_a_comparison_served_by_vllm(tmp_path, comma):
+def test_an_a_a_comparison_served_by_vllm(tmp_path, model):
     """The same weights as warm start and as run: lengths from real counters, streams that match, no verdict."""
+    comma = one_word_drafter(model, tmp_path / "comma", COMMA)
     run = make_run(tmp_path, comma, f"target.think_end={COMMA}")  # a comma ends what stands for reasoning here
     code, summary, talk = script("06_measure_acceptance.py", run, tmp_path)
     assert code == 0, talk
@@ -282,10 +281,11 @@ def test_an_a_a_comparison_served_by_vllm(tmp_path, comma):
 
 
 @pytest.mark.vllm
-def test_smoke_refuses_a_drafter_that_nothing_is_accepted_from(tmp_path, drafter):
-    """X02, X04: it loads, it answers 200, and its acceptance length is 1.00."""
-    run = make_run(tmp_path, drafter)
+def test_smoke_refuses_a_drafter_that_nothing_is_accepted_from(tmp_path, model):
+    """X02, X04: it loads, the server answers 200, and its acceptance length is 1.00."""
+    useless = one_word_drafter(model, tmp_path / "useless", NEVER)
+    run = make_run(tmp_path, useless)
     code, summary, _talk = script("05_export_checkpoint.py", run, tmp_path, "--smoke")
     assert code == 1
-    assert "none of its" in summary["error"]
-    assert str(drafter) in summary["error"]
+    assert "accepts 0 of its" in summary["error"]
+    assert str(useless) in summary["error"]
