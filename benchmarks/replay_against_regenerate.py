@@ -68,7 +68,7 @@ class Experiment:
         if model := os.environ.get("MODEL"):
             settings["target.model"] = model
         overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()] + self.args.overrides
-        return config.load(self.args.config, overrides)
+        return config.load(self.args.config.resolve(), overrides)
 
     def run(self) -> int:
         """Every step that is not done; AGAIN when time is up."""
