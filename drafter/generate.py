@@ -329,6 +329,11 @@ def plan(stage: Stage) -> dict:
     target, findings = stage.config.target, []
     if not target.model.exists():
         findings.append(f"target.model: {target.model} does not exist")
+    if target.model.exists() and read_manifest(stage.folder):
+        try:
+            stage.require(stage.name)
+        except ConfigError as error:
+            findings.append(str(error))
     result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
     with tempfile.TemporaryDirectory() as scratch:
         mix = stage.folder if prompts.current(stage.config, stage.folder) else Path(scratch)

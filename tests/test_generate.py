@@ -859,6 +859,17 @@ def test_a_dry_run_tells_the_mix_offline(lab, capsys):
     assert not lab.stage.exists()
 
 
+def test_a_dry_run_tells_what_is_left_and_what_would_be_refused(lab, capsys):
+    lab.add_source(questions(12))
+    assert lab.run("--limit", "4") == 0
+    assert lab.run("--dry-run") == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["pending"], summary["findings"]) == (6, [])
+    assert lab.run("--dry-run", "--set", "generate.top_p=0.9") == 0
+    [finding] = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
+    assert "generate.top_p" in finding
+
+
 def test_a_dry_run_names_what_is_missing(lab, capsys):
     lab.tree["prompts"] = [{"name": "gone", "path": str(lab.folder / "gone.jsonl")}]
     lab.tree["target"]["model"] = str(lab.folder / "nowhere")
