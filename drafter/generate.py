@@ -336,8 +336,8 @@ def plan(stage: Stage) -> dict:
             findings.append(str(error))
     result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
     with tempfile.TemporaryDirectory() as scratch:
-        mix = stage.folder if prompts.current(stage.config, stage.folder) else Path(scratch)
         try:
+            mix = stage.folder if prompts.current(stage.config, stage.folder) else Path(scratch)
             meta = prompts.materialise(stage.config, mix)
         except (ConfigError, ResumableError) as error:
             findings.append(str(error))

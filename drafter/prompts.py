@@ -116,9 +116,18 @@ def _key(config: Config) -> str:
         "prompts": config.value("prompts"),
         "held_out": [config.acceptance.held_out, config.value("acceptance.prompts")],
         "kwargs": config.target.chat_template_kwargs,
-        "files": [artifacts.fingerprint_path(origin.path) for origin in origins if origin.path],
+        "files": [_state_of(origin) for origin in origins if origin.path],
     }
     return contracts.content_id(question)
+
+
+def _state_of(origin: Source) -> list:
+    """Sizes and times of a local source's files: reading it again needlessly is harmless, a stale mix is not."""
+    path = origin.path
+    if not path.exists():
+        raise ConfigError(f"prompts {origin.name}: {path} does not exist")
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 def read_rejections(folder: Path) -> list[dict]:

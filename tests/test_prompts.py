@@ -304,6 +304,15 @@ def test_the_sources_are_read_once_and_never_needed_again(tmp_path, monkeypatch)
     assert first["sha256"] == artifacts.sha256_file(tmp_path / "out" / prompts.PROMPTS)
 
 
+def test_a_source_that_was_edited_is_read_again(tmp_path):
+    """Also when its size and its ends stay the same."""
+    records = [openai(("user", f"q {i}")) for i in range(9)]
+    write(tmp_path / "s.jsonl", records)
+    first = materialise(mix(tmp_path, {"name": "s"}), tmp_path / "out")
+    write(tmp_path / "s.jsonl", [*records[:4], openai(("user", "Q 4")), *records[5:]])
+    assert materialise(mix(tmp_path, {"name": "s"}), tmp_path / "out")["sha256"] != first["sha256"]
+
+
 def test_a_hub_that_does_not_answer_can_be_asked_again(monkeypatch):
     """G25"""
     import datasets
@@ -317,7 +326,7 @@ def test_a_hub_that_does_not_answer_can_be_asked_again(monkeypatch):
 
 
 def test_a_missing_source_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.jsonl"):
+    with pytest.raises(ConfigError, match="nowhere.jsonl does not exist"):
         materialise(mix(tmp_path, {"name": "nowhere"}), tmp_path / "out")
 
 
