@@ -8,10 +8,13 @@ enough to load are compared with transformers' `hidden_states[i]`.
 
 import asyncio
 import functools
+import json
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafter import states
@@ -155,7 +158,7 @@ class Reference:
 
 
 def load_reference(model: Path) -> Reference | None:
-    """None when the target is too large to load beside the server, or transformers does not know it."""
+    """None when the target is too large to load beside the server, or transformers cannot fill it from the folder."""
     if sum(path.stat().st_size for path in model.glob("*.safetensors")) > SMALL_BYTES:
         return None
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -164,7 +167,23 @@ def load_reference(model: Path) -> Reference | None:
     logging.disable_progress_bar()
     outer = AutoConfig.from_pretrained(model)
     inner = outer.get_text_config()
-    # A nested checkpoint's text model has its names behind a prefix.
-    mapping = None if inner is outer else {r"^language_model\.": ""}
-    loaded = AutoModelForCausalLM.from_pretrained(model, config=inner, key_mapping=mapping, dtype=torch.float32)
-    return Reference(loaded)
+    with tempfile.TemporaryDirectory() as folder:
+        source = model if inner is outer else _unnested(model, inner, Path(folder))
+        loaded, found = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    return None if found["missing_keys"] else Reference(loaded)
+
+
+def _unnested(model: Path, config, folder: Path) -> Path:
+    """The text model as a folder of its own."""
+    # transformers merges experts by the type of the class that it builds, which a nested config may not name.
+    facts = config.to_dict() | {"model_type": type(config).model_type}
+    (folder / "config.json").write_text(json.dumps(facts))
+    (folder / "generation_config.json").write_text("{}")
+    for path in model.glob("*.safetensors"):
+        prefix = "language_model."
+        tensors = load_file(path)
+        own = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+        save_file(own, folder / path.name, metadata={"format": "pt"})
+    if (index := model / "model.safetensors.index.json").exists():
+        (folder / index.name).write_text(index.read_text().replace('"language_model.', '"'))
+    return folder

@@ -1,0 +1,58 @@
+"""The capture probe's own parts: its bars, and the model it compares layers with."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafter import probe, states
+from drafter.errors import ContractError
+from tests import tiny_models
+
+GOOD = probe.Result(rows=4, positions=400, mean_nat=0.02, max_nat=0.3, top1=0.99, layers=None)
+
+
+def test_bars_pass_right_states_and_a_few_ties_and_nothing_else():
+    assert GOOD.passed
+    assert replace(GOOD, positions=38, top1=36 / 38).passed  # two ties of 38
+    assert not replace(GOOD, positions=38, top1=35 / 38).passed
+    assert not replace(GOOD, top1=0.94).passed
+    assert not replace(GOOD, mean_nat=0.11).passed
+    assert not replace(GOOD, mean_nat=float("inf")).passed
+    near = {"2": {"nearest": 2, "distance": 0.01}, "15": {"nearest": 15, "distance": 0.02}}
+    assert replace(GOOD, layers=near).passed
+    assert not replace(GOOD, layers=near | {"15": {"nearest": 16, "distance": 0.02}}).passed
+    assert not replace(GOOD, layers=near | {"15": {"nearest": 15, "distance": 0.4}}).passed
+
+
+def test_a_nested_target_is_compared_with_its_own_text_model(tmp_path):
+    nested = probe.load_reference(tiny_models.make_tiny_kimi(tmp_path / "nested"))
+    flat = probe.load_reference(tiny_models.make_tiny_mla(tmp_path / "flat"))
+    ids = torch.randint(0, 256, (1, 20))
+    with torch.no_grad():
+        assert torch.equal(nested.model(ids).logits, flat.model(ids).logits)
+
+
+def test_a_target_that_cannot_be_filled_is_not_compared_with_random_layers(tmp_path):
+    folder = tiny_models.make_tiny_mla(tmp_path / "flat")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.3.self_attn.o_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert probe.load_reference(folder) is None
+
+
+def test_neighbouring_layers_give_away_permuted_slots(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.randn(30, 7, 64, generator=generator)
+    steps[:, [1, 3, 5]] *= 0.1  # a layer adds little to its input, many layers add much
+    layers = steps.cumsum(dim=1).bfloat16()
+    for name, hidden, right in (("right", layers, True), ("wrong", layers[:, [2, 1, 0, 3, 4, 5, 6]], False)):
+        facts = states.metadata("a" * 32, "big", (2, 3, 30, 31, 58, 59, 61), "bf16")
+        tensors = {"token_ids": torch.arange(30), "hidden_states": hidden.contiguous()}
+        states.write(tmp_path / name, tensors, facts)
+        if right:
+            probe.check_neighbours(tmp_path / name, (2, 30, 58))
+        else:
+            with pytest.raises(ContractError, match="most like those of"):
+                probe.check_neighbours(tmp_path / name, (2, 30, 58))
