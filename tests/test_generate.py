@@ -1024,7 +1024,6 @@ def test_replayed_answers_of_a_chatml_model_end_with_their_stop_token(generate_s
     conversation = [{"role": role, "content": text} for role, text in turns]
     smollm2.add_source([{"messages": conversation}, {"messages": conversation[:2]}], mode="replay", turns="all")
     hold_out(smollm2)
-    smollm2.tree["acceptance"]["prompts"][0]["path"] = str(smollm2.folder / "eval.jsonl")
     assert smollm2.run() == 0
     stop = smollm2.config.target.special_tokens["<|im_end|>"]
     [line_break] = smollm2.tokenize(prompt="\n", add_special_tokens=False)
