@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from drafter import artifacts, config, default_model, gpu, plan, preflight, process, report, server, status
+from drafter import artifacts, config, default_model, gpu, plan, process, report, server, status
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
 from drafter.stage import read_manifest
 
@@ -67,6 +67,8 @@ class Pipeline:
                     self._note(step, status="complete")
                     continue
                 if not worked:
+                    from drafter import preflight  # needs torch, which a finished run does without
+
                     preflight.check(self.config, self._unfinished())
                 worked = True
                 if code := self._work(step):
@@ -374,6 +376,8 @@ def main(argv: list[str] | None = None) -> int:
             print(plan.show(run_config, deadline=args.deadline))
             return 0
         if args.dry_run:
+            from drafter import preflight
+
             stages = [pipeline.plan(step) for step in pipeline.steps]
             found = preflight.findings(run_config, [step.stage for step in pipeline.steps])
             for finding in found:

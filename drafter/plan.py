@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import shlex
 import sys
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -218,11 +219,19 @@ def page(run_config: config.Config, platform: Profile, deadline: datetime | None
         )
     lines.append(f"  a row: {known.tokens_per_row.typical:,.0f} tokens, {known.sources['tokens_per_row']}")
     lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({run_config.extract.dtype})")
+    if any(source.startswith("profile") for source in known.sources.values()):
+        lines.append(f"  to measure instead: {_probe(run_config)}")
     lines += ["", *_fits(run_config, known, count, deadline, now), ""]
     seconds = (deadline - now).total_seconds() if deadline else None
     lines += [f"proposal: {proposal(run_config, known, platform, seconds)}", ""]
     lines += _platforms(run_config, asked)
     return "\n".join(lines)
+
+
+def _probe(run_config: config.Config) -> str:
+    """A small run of its own, whose manifests the next plan of this target finds."""
+    arguments = [*run_config.arguments[1:], "--limit", "64", "--set", f"run.name={run_config.run.name}-probe"]
+    return shlex.join(["./run_pipeline.sh", *arguments])
 
 
 def _fits(run_config, known: Rates, count: Sizes, deadline: datetime | None, now: datetime) -> list[str]:

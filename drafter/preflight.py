@@ -18,11 +18,16 @@ ENGINE = "engine.json"  # what the installed vLLM said about this target
 
 # Asked in the server's own interpreter, since that may be another environment.
 ASK_ENGINE = """
-import importlib.metadata, json, sys
-from vllm.model_executor.models import ModelRegistry
-from vllm.model_executor.models.interfaces import supports_eagle3
-model = ModelRegistry._try_load_model_cls(sys.argv[1]) if sys.argv[1] in ModelRegistry.get_supported_archs() else None
-print(json.dumps({"known": model is not None, "eagle3": bool(model and supports_eagle3(model))}))
+import json, sys
+import vllm
+try:
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    known = sys.argv[1] in ModelRegistry.get_supported_archs()
+    answer = known and bool(supports_eagle3(ModelRegistry._try_load_model_cls(sys.argv[1])))
+except (ImportError, AttributeError):
+    answer = None  # these are not vLLM's public names: one that lacks them cannot be asked, and may well be right
+print(json.dumps({"eagle3": answer}))
 """
 
 Check = Callable[[config.Config], Iterable[str]]
@@ -84,7 +89,7 @@ def engine(run_config: config.Config) -> Iterator[str]:
         answer = question | json.loads(done.stdout.splitlines()[-1])
         if run_config.run_dir.exists():
             artifacts.write_json(kept, answer)
-    if not answer["eagle3"]:
+    if answer["eagle3"] is False:
         yield f"this vLLM knows no EAGLE-3 drafter for {architecture}; Kimi needs {native.MIN_ENGINE} or newer"
 
 
