@@ -11,6 +11,7 @@ import os
 import random
 import re
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -54,11 +55,14 @@ def dry_run(run: Stage, items: list[Item], todo: list[Item], planned: dict) -> d
     except ConfigError as error:
         findings.append(str(error))
     numbers = {key: planned[key] for key in ("tokens", "bytes", "free", "reserve")}
+    # Rejected rows are settled; a run by hand gives them another chance.
+    path = run.folder / "rejected.jsonl"
+    settled = {one["row_id"] for one in artifacts.read_jsonl(path)} if path.exists() else set()
     return {
         "stage": run.name,
         "dry_run": True,
         "in": len(items),
-        "pending": len(todo),
+        "pending": sum(item.row_id not in settled for item in todo),
         **numbers,
         "findings": findings,
     }
@@ -164,6 +168,7 @@ class Extraction:
         self.tokens = 0
         self._journal = artifacts.Journal(folder / ".journal" / f"{share}.jsonl", sync_seconds=float("inf"))
         self._unvouched: list[IndexEntry] = []
+        self._committing = threading.Lock()
         self._attempts: Counter[str] = Counter()
         self._stop: ResumableError | None = None
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="collect")
@@ -192,6 +197,7 @@ class Extraction:
                 await asyncio.to_thread(self._commit)
                 self._journal.close()
                 self._threads.shutdown()
+                self.progress.close()
         if self._stop is not None:
             raise self._stop
 
@@ -479,13 +485,14 @@ class Extraction:
                 )
 
     def _commit(self) -> None:
-        """Make what was published durable, then vouch for it."""
-        entries, self._unvouched = self._unvouched, []
-        if entries:
-            artifacts.sync_file_system(self.folder)
-            for entry in entries:
-                self._journal.append(entry.to_record())
-            self._journal.sync()
+        """In a thread: make what was published durable, then vouch for it."""
+        with self._committing:  # the last commit waits for one that was cut off
+            entries, self._unvouched = self._unvouched, []
+            if entries:
+                artifacts.sync_file_system(self.folder)
+                for entry in entries:
+                    self._journal.append(entry.to_record())
+                self._journal.sync()
 
 
 def _relative_error(path: Path) -> Tensor:

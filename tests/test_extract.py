@@ -368,6 +368,7 @@ def test_a_reply_without_a_file_is_asked_again_and_then_rejected_by_name(run, en
     assert code == 0, summary["error"]
     assert summary["rejected"] == {"no_states": 1} and summary["out"] == 11
     assert sum(lost in body["prompt"] for body in engine.requests) == extract.ATTEMPTS
+    assert run.extract(capsys, 1, "--dry-run")[1]["pending"] == 0  # settled, but a run by hand tries it again
     engine.plan = lambda body: None
     code, summary = run.extract(capsys, engine.port)
     assert code == 0, summary["error"]
