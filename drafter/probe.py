@@ -157,6 +157,7 @@ class Reference:
         return torch.stack([(layers - one).norm(dim=(1, 2)) / layers.norm(dim=(1, 2)) for one in aux])
 
 
+@functools.lru_cache(maxsize=1)
 def load_reference(model: Path) -> Reference | None:
     """None when the target is too large to load beside the server, or transformers cannot fill it from the folder."""
     if sum(path.stat().st_size for path in model.glob("*.safetensors")) > SMALL_BYTES:

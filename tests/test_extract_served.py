@@ -77,26 +77,17 @@ def test_right_states_pass_and_every_wrong_kind_is_caught(corrupting, model, cap
     assert code == 0 and summary["out"] == 9, summary.get("error")
     run.assert_exactly_the_rows()
     assert all(probe["mean_nat"] < 0.1 and probe["top1"] > 0.95 for probe in summary["facts"]["probes"])
+    head = verifier.read_verifier(model)
+    finals = [states.read_states(run.folder / contracts.states_path(row.row_id)).final for row in right]
+    guessed = torch.stack([head.log_probs(final).argmax(-1)[:-1] for final in finals])
+    actual = torch.tensor([row.input_ids[1:] for row in right])
+    assert (guessed == actual).float().mean() > 0.2  # the model predicts real text; misaligned states would not
     for kind in KINDS:
-        rows = [right[0], *words(model, 3, kind, TEXT)]
+        rows = [right[0], *words(model, 1, kind, TEXT)]
         wrong = smol_run(folder, model, rows, kind)
         code, summary = wrong.extract(capsys, port, *wrong.more, "--probe")
         assert code == 1 and "hidden states are wrong" in summary["error"], (kind, summary)
         assert wrong.files() == {}
-
-
-def test_stored_final_states_give_the_served_model_s_next_token(corrupting, model, capsys):
-    folder, port = corrupting
-    run = smol_run(folder, model, words(model, 4, "right", TEXT), "next")
-    assert run.extract(capsys, port, *run.more)[0] == 0
-    head = verifier.read_verifier(model)
-    hits = total = 0
-    for row in run.rows:
-        final = states.read_states(run.folder / contracts.states_path(row.row_id)).final
-        guess = head.log_probs(final).argmax(-1)[:-1]
-        hits += int((guess == torch.tensor(row.input_ids[1:])).sum())
-        total += len(guess)
-    assert hits / total > 0.2  # the model predicts real text; any misalignment would not
 
 
 def test_long_rows_in_chunks_over_a_cached_prefix_give_the_states_of_one_pass(tmp_path_factory, capsys):
