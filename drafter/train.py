@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from drafter import artifacts, checkpoint, data, draft, layers, native, parallel
+from drafter import artifacts, checkpoint, data, draft, layers, native, parallel, scratch
 from drafter.config import Config
 from drafter.contracts import Counts
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
@@ -451,11 +451,11 @@ def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[n
     """Weights and native config before the first step: the warm start's, with its own vocabulary, or from scratch."""
     train, vocab_size = config.train, config.target.architecture.vocab_size
     if train.warm_start is None:
-        settings = draft.scratch_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)
+        settings = scratch.first_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)
         vocabulary = None
         if settings["draft_vocab_size"] != vocab_size:
             counts = data.token_counts(dataset.train, dataset.folder, vocab_size)
-            vocabulary = draft.draft_vocabulary(counts, settings["draft_vocab_size"])
+            vocabulary = scratch.draft_vocabulary(counts, settings["draft_vocab_size"])
         layer = read_last_layer(config.target.model)
-        return draft.scratch_weights(settings, verifier, vocabulary, config.run.seed, layer), settings
+        return scratch.first_weights(settings, verifier, vocabulary, config.run.seed, layer), settings
     return native.check_folder(train.warm_start, config.target), native.read_config(train.warm_start)

@@ -12,7 +12,7 @@ from conftest import CPU_CONFIG, free_port
 from safetensors.torch import save_file
 from tiny_models import make_drafter
 
-from drafter import acceptance, artifacts, comparison, config, contracts, draft, export, native, prompt_sets, stage
+from drafter import acceptance, artifacts, comparison, config, contracts, export, native, prompt_sets, scratch, stage
 from drafter.decoding import Counters, Decoded, Reply
 from drafter.errors import ConfigError, ContractError, ResumableError
 from drafter.verifier import read_verifier
@@ -28,8 +28,8 @@ def one_word_drafter(model: Path, folder: Path, token: int) -> Path:
     """A drafter for SmolLM2 that always says `token`: its state is zero, so the first of its vocabulary wins."""
     target = config.load(CPU_CONFIG).target
     vocabulary = torch.arange(token, token + 64)
-    settings = draft.scratch_config(target, len(vocabulary), 64)
-    weights = draft.scratch_weights(settings, read_verifier(model), vocabulary, seed=0)
+    settings = scratch.first_config(target, len(vocabulary), 64)
+    weights = scratch.first_weights(settings, read_verifier(model), vocabulary, seed=0)
     for silent in ("fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
         weights[silent].zero_()
     export.write(folder, weights, settings, target)

@@ -6,7 +6,7 @@ from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel
 from torch.nn.attention.flex_attention import create_mask
 
-from drafter import attention, contracts, data, draft, losses, native
+from drafter import attention, contracts, data, draft, losses, native, scratch
 from drafter.attention import Documents
 from drafter.config import Target
 from drafter.errors import ConfigError, ContractError
@@ -348,29 +348,29 @@ def test_what_trains_is_explicit(drafter):
 def test_the_draft_vocabulary_is_the_most_frequent_tokens():
     """T11"""
     counts = torch.tensor([0, 5, 0, 9, 5, 0])
-    assert draft.draft_vocabulary(counts, 2).tolist() == [1, 3]
-    assert draft.draft_vocabulary(counts, 5).tolist() == [0, 1, 2, 3, 4]  # unseen low ids fill up
+    assert scratch.draft_vocabulary(counts, 2).tolist() == [1, 3]
+    assert scratch.draft_vocabulary(counts, 5).tolist() == [0, 1, 2, 3, 4]  # unseen low ids fill up
     with pytest.raises(ConfigError, match="7 is more than the target's 6"):
-        draft.draft_vocabulary(counts, 7)
+        scratch.draft_vocabulary(counts, 7)
 
 
 @pytest.mark.parametrize("size", [None, 100])
 def test_from_scratch_is_a_native_drafter(target, verifier, size):
-    settings = draft.scratch_config(target, size, 64)
-    vocabulary = draft.draft_vocabulary(torch.arange(captured.VOCAB), size) if size else None
-    weights = draft.scratch_weights(settings, verifier, vocabulary, seed=0)
+    settings = scratch.first_config(target, size, 64)
+    vocabulary = scratch.draft_vocabulary(torch.arange(captured.VOCAB), size) if size else None
+    weights = scratch.first_weights(settings, verifier, vocabulary, seed=0)
     native.check_config(settings, target)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     assert shapes == {name: shape for name, (shape, _) in native.layout_of(settings).items()}
     if size:
         native.check_vocabulary_map(weights["d2t"], weights["t2d"])
-    again = draft.scratch_weights(settings, verifier, vocabulary, seed=0)
+    again = scratch.first_weights(settings, verifier, vocabulary, seed=0)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def test_from_scratch_begins_as_the_targets_last_layer(target, verifier):
-    settings = draft.scratch_config(target, None, 64)
-    plain = draft.scratch_weights(settings, verifier, None, seed=0)
+    settings = scratch.first_config(target, None, 64)
+    plain = scratch.first_weights(settings, verifier, None, seed=0)
     layer = {
         name.removeprefix("midlayer.").replace("hidden_norm", "input_layernorm"): torch.randn(tensor.shape)
         for name, tensor in plain.items()
@@ -380,14 +380,14 @@ def test_from_scratch_begins_as_the_targets_last_layer(target, verifier):
     layer |= {
         n: t[:, hidden:] for n, t in layer.items() if n[-13:] in ("q_proj.weight", "k_proj.weight", "v_proj.weight")
     }
-    made = draft.scratch_weights(settings, verifier, None, 0, layer)
+    made = scratch.first_weights(settings, verifier, None, 0, layer)
     assert torch.equal(made["midlayer.mlp.up_proj.weight"], layer["mlp.up_proj.weight"])
     assert torch.equal(made["midlayer.hidden_norm.weight"], layer["input_layernorm.weight"])
     query = made["midlayer.self_attn.q_proj.weight"]
     assert torch.equal(query[:, hidden:], layer["self_attn.q_proj.weight"])
     assert torch.equal(query[:, :hidden], plain["midlayer.self_attn.q_proj.weight"][:, :hidden])
     del layer["mlp.gate_proj.weight"]  # experts, say
-    made = draft.scratch_weights(settings, verifier, None, 0, layer)
+    made = scratch.first_weights(settings, verifier, None, 0, layer)
     assert all(torch.equal(made[name], plain[name]) for name in plain)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafter import config, contracts, data, draft, layers, native, states
+from drafter import config, contracts, data, draft, layers, native, scratch, states
 from drafter.errors import ConfigError
 from drafter.verifier import read_verifier
 from tests import captured, tiny_models
@@ -27,9 +27,9 @@ def run(target, tmp_path):
 @pytest.fixture
 def drafter(run):
     """Says what the target's head says of its last auxiliary layer: right where that knows the next state."""
-    settings = draft.scratch_config(run.target, None, 64)
+    settings = scratch.first_config(run.target, None, 64)
     verifier = read_verifier(run.target.model)
-    model = draft.build(draft.scratch_weights(settings, verifier, None, 0), settings, verifier, run.target)
+    model = draft.build(scratch.first_weights(settings, verifier, None, 0), settings, verifier, run.target)
     model.prepare(verifier, torch.float32, 3)
     return model
 
