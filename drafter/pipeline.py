@@ -26,6 +26,7 @@ from drafter.stage import read_manifest
 
 log = logging.getLogger("drafter")
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SECONDS = 120  # a stage that was asked to stop has this long to save
 
 
@@ -173,7 +174,8 @@ class Pipeline:
             for reader in readers:
                 reader.join(5)
         summary = _last_json(said)
-        return summary.get("exit_code", worker.returncode), summary
+        killed = 128 - worker.returncode if worker.returncode < 0 else worker.returncode  # as a shell says it
+        return summary.get("exit_code", killed), summary
 
     def _repair(self, role: config.Role, repairs: int) -> None:
         """The stage waits through the outage meanwhile. Raises ResumableError when this happened too often."""
@@ -216,6 +218,7 @@ class Pipeline:
             self._finish("failed", str(error))
             raise
         finally:
+            _ignore_signals()
             self._give_back()
 
     def _expect(self) -> None:
@@ -323,9 +326,14 @@ def _signum(stop: BaseException) -> int | None:
     return stop.exit_code - 128 if isinstance(stop, Interrupted) else None
 
 
+def _ignore_signals() -> None:
+    """Once is enough: saving and giving back must finish."""
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def _interrupt(signum: int, _frame) -> None:
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)  # once is enough: what follows must finish
+    _ignore_signals()
     raise Interrupted(signum)
 
 
@@ -360,7 +368,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in SIGNALS:
         signal.signal(signum, _interrupt)
     summary: dict = {}
     try:

@@ -176,6 +176,16 @@ def test_the_exit_code_of_training_is_not_torchruns(night):
     assert code == 3
 
 
+def test_what_a_stages_own_plan_refuses_is_said_before_anything_starts(night):
+    code, _, err = night.run("--only", "02", _02_hidden_states="knows")
+    assert code == 2 and "the reference drafter has no lm_head" in err
+    assert not (night.run_dir / "servers").exists()
+
+
+def test_a_stage_that_the_kernel_kills_has_the_shells_exit_code(night):
+    assert night.run("--only", "05", _05_export="killed")[0] == 137
+
+
 def test_one_stage_alone_and_from_a_stage_on(night):
     assert night.run("--only", "05")[0] == 0
     assert night.done() == ["05_export"]

@@ -1,7 +1,7 @@
 """A stage for the tests: does as FAKE_STAGE says, else nothing at all, and remembers that it is done.
 
-FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), resumable (exit 3), server (works until its server has been
-restarted), forever (until a signal; then saves for a second), knows (its --dry-run refuses the config).
+FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), resumable (exit 3), killed (SIGKILL), server (works until its
+server has been restarted), forever (until a signal; then saves for a second), knows (its --dry-run refuses the config).
 """
 
 import os
@@ -29,6 +29,8 @@ def body(this: stage.Stage) -> dict:
         server.check(this.config, role)
     if fake == "fail":
         raise ContractError("the states are wrong")
+    if fake == "killed":
+        os.kill(os.getpid(), 9)
     if fake == "resumable":
         raise ResumableError("the disk reserve is reached")
     if fake == "server":
