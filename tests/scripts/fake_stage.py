@@ -1,7 +1,7 @@
 """A stage for the tests: does as FAKE_STAGE says, else nothing at all, and remembers that it is done.
 
 FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), resumable (exit 3), killed (SIGKILL), server (works until its
-server has been restarted), forever (until a signal; then saves for a second), knows (its --dry-run refuses the config).
+server has been restarted), forever (until a signal; then saves a second), knows (its --dry-run refuses the config).
 """
 
 import os
