@@ -207,7 +207,7 @@ class Pipeline:
     def _machine_given_back(self) -> Iterator[None]:
         """Afterwards every server of ours is down, and every unit that was active before is active again."""
         self._expect()
-        self.state["production"] = sorted({*self._left_behind(), *self._active_units()})
+        self.state["production"] = sorted({*self._remember(), *self._active_units()})
         self._save()
         try:
             yield
@@ -227,10 +227,12 @@ class Pipeline:
         if not path.exists():
             artifacts.write_json(path, plan.to_record(self.config))
 
-    def _left_behind(self) -> list[str]:
-        """Production units that a pipeline which was killed has not given back."""
+    def _remember(self) -> list[str]:
+        """Take over what earlier calls did; the production units that one which was killed has not given back."""
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return json.loads(state_path(self.config).read_text()).get("production", [])
+            earlier = json.loads(state_path(self.config).read_text())
+            self.state["stages"] = earlier["stages"]
+            return earlier["production"]
         return []
 
     def _active_units(self) -> list[str]:
