@@ -5,9 +5,10 @@ import json
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from drafter.errors import ConfigError
 
@@ -21,12 +22,13 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Frozen, and an unknown key is an error: a misspelt setting must never be ignored in silence."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Architecture(Section):
@@ -47,12 +49,12 @@ def read_architecture(folder: Path) -> Architecture:
     path = Path(folder) / "config.json"
     try:
         outer = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"target.model: no model at {folder} (no config.json there)") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    inner = outer.get("text_config", outer)
     try:
+        inner = outer.get("text_config", outer)
         return Architecture(
             name=(outer.get("architectures") or ["unknown"])[0],
             num_layers=inner["num_hidden_layers"],
@@ -64,6 +66,8 @@ def read_architecture(folder: Path) -> Architecture:
         )
     except KeyError as error:
         raise ConfigError(f"{path} has no {error.args[0]}") from None
+    except (AttributeError, TypeError, ValidationError):
+        raise ConfigError(f"{path} is no model's config") from None
 
 
 class Run(Section):
@@ -82,7 +86,7 @@ class Target(Section):
     served_name: str
     layer_ids: tuple[NonNegativeInt, ...]  # vLLM's ids: i is the input of layer i; the last is num_layers
     max_seq_len: PositiveInt  # tokens of a training row; the rest is cut at the end
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, JsonValue] = {}
     prompt_suffix: tuple[int, ...] = ()  # token ids that every generation prompt ends with
     think_end: int | None = None  # token id of </think>
     special_tokens: dict[str, int] = {}  # text -> id, compared with the served tokenizer
@@ -112,13 +116,21 @@ class Server(Section):
     unit: str | None = None
     link: Path | None = None  # a unit's command names this folder; starting the unit links it to the run's own
     systemctl: tuple[str, ...] = ("systemctl",)
-    args: dict[str, Any] = {}
+    args: dict[str, JsonValue] = {}
     env: dict[str, str] = {}
     python: str | None = None  # interpreter that has vLLM; default: the one that runs the script
     start_minutes: PositiveFloat = 60
     stop_seconds: PositiveFloat = 300
     restarts: NonNegativeInt = 3  # of a server that dies or hangs during one stage
     gpus: tuple[int, ...] = ()  # devices that must hold the model while up, and be free after down
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # raises on a wrong port
+            raise ValueError(f"{url!r} is no http address")
+        return url
 
     @model_validator(mode="after")
     def _unit(self):
@@ -158,12 +170,12 @@ class Generate(Section):
     concurrency: PositiveInt = 200
     max_tokens: PositiveInt = 8192
     temperature: Annotated[float, Field(ge=0)]
-    top_p: Share
-    top_k: int = -1
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: Annotated[int, Field(ge=-1)] = -1
     min_p: Share = 0.0
     repetition_penalty: PositiveFloat = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     seed_rows: bool = True  # derive each request's seed from its row id
     rows_per_shard: PositiveInt = 1000
     min_rows: NonNegativeInt = 0  # with a deadline: fewer rows than this is not a success
@@ -199,7 +211,7 @@ class Train(Section):
     warmup_share: Share = 0.05
     min_lr_share: Share = 0.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     grad_clip: PositiveFloat = 1.0
     l2_sp: Annotated[float, Field(ge=0)] = 0.0  # pull towards the warm start
     trainable: tuple[Literal["layer", "fc", "norms", "lm_head"], ...] = ("layer", "fc", "norms", "lm_head")
@@ -297,8 +309,10 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         tree = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config file {path}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must be a mapping of sections")
     for override in overrides:
@@ -322,12 +336,16 @@ def _apply(tree: dict, override: str) -> None:
     if not found:
         raise ConfigError(f"--set {override}: write it as section.key=value")
     *parents, last = key.split(".")
+    try:
+        value = _value(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        raise ConfigError(f"--set {override}: the value is not YAML") from None
     node: Any = tree
     try:
         for part in parents:
             node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        node[int(last) if isinstance(node, list) else last] = _value(text)
-    except (ValueError, IndexError, TypeError, AttributeError, yaml.YAMLError):
+        node[int(last) if isinstance(node, list) else last] = value
+    except (ValueError, IndexError, TypeError, AttributeError):
         raise ConfigError(f"--set {override}: no such place in the config") from None
 
 

@@ -54,6 +54,13 @@ def test_unknown_key_is_refused_with_the_nearest_valid_one(override, nearest):
         ("nonsense", "section.key=value"),
         ("prompts.7.count=1", "no such place"),
         ("run.name=../up", "run.name"),
+        ("prompts=[", "is not YAML"),
+        ("generate.temperature=.inf", "finite"),
+        ("generate.top_p=0", "greater than 0"),
+        ("train.betas=[2, 3]", "less than 1"),
+        ("servers.generate.url=127.0.0.1:8000", "no http address"),
+        ("servers.generate.url=http://127.0.0.1:port", "servers.generate.url"),
+        ("target.chat_template_kwargs={day: 2026-01-01}", "chat_template_kwargs.day"),
     ],
 )
 def test_a_bad_value_is_one_line_that_names_its_place(override, said):
@@ -61,6 +68,25 @@ def test_a_bad_value_is_one_line_that_names_its_place(override, said):
     with pytest.raises(ConfigError) as caught:
         config.load(DEFAULT, [override])
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, b"\x7fELF\x00\xff", b"run: [", b"- a", b"[" * 5000])
+def test_a_file_that_is_no_config_is_one_line(tmp_path, content):
+    path = tmp_path / "file"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"\xff", b"{}", b'{"text_config": 5}', b'{"num_hidden_layers": "many"}'])
+def test_a_model_folder_without_a_models_config_is_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        config.read_architecture(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="no model at"):
+        config.read_architecture(tmp_path / "config.json")
 
 
 def test_resolved_config_reads_back_equal(tmp_path):
