@@ -11,6 +11,7 @@ import email.utils
 import importlib
 import json
 import logging
+import math
 import os
 import random
 import resource
@@ -158,7 +159,7 @@ class Client:
             self.in_flight -= 1
         try:
             parsed = json.loads(data) if data else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError("bad_reply", f"not JSON: {error}") from None
         if not isinstance(parsed, dict):
             raise RowError("bad_reply", f"a JSON {type(parsed).__name__} where an object was due")
@@ -191,7 +192,7 @@ class Client:
         self._up.set()
 
     async def _answers(self, timeout: float) -> bool:
-        with contextlib.suppress(openai.APIError, RowError, LookupError):
+        with contextlib.suppress(openai.APIError, RowError, LookupError, TypeError):
             await self._once("get", "/health", None, timeout)
             model = (await self._once("get", "/v1/models", None, timeout))["data"][0]["id"]
             await self._once("post", "/v1/completions", {"model": model, "prompt": "a", "max_tokens": 1}, timeout)
@@ -305,7 +306,7 @@ def _retry_after(value: str | None, longest: float) -> float | None:
         seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
     with contextlib.suppress(ValueError, TypeError):
         seconds = float(value)
-    return None if seconds is None else min(max(seconds, 0.0), longest)
+    return None if seconds is None or math.isnan(seconds) else min(max(seconds, 0.0), longest)
 
 
 def _backoff(attempt: int, first: float, longest: float) -> float:

@@ -36,7 +36,8 @@ REJECT_REASONS = (
 
 def content_id(value: Any) -> str:
     """32 hex digits over canonical JSON."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    # Parquet columns hold dates and bytes, which JSON has no word for.
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 

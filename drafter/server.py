@@ -6,6 +6,7 @@ A role is a `systemd` unit, a `command` (the vLLM arguments are built here and t
 
 import argparse
 import contextlib
+import http.client
 import json
 import logging
 import os
@@ -169,7 +170,7 @@ def missing(run_config: config.Config, role: config.Role) -> str | None:
             return reason
         body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         reply = _request(server, "/v1/completions", body, PROBE_SECONDS)
-        if not reply["choices"][0].get("token_ids"):
+        if not reply["choices"][0]["token_ids"]:
             return "its completions carry no token ids (vLLM's return_token_ids)"
     except urllib.error.HTTPError as error:
         return f"{urlsplit(error.url).path} answers {error.code}"
@@ -177,7 +178,7 @@ def missing(run_config: config.Config, role: config.Role) -> str | None:
         return f"no answer at {server.url} ({getattr(error, 'reason', error)})"
     except TimeoutError:
         return f"{server.url} hangs: it accepts a request and does not answer"
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
         return f"{server.url} answers, but not as an OpenAI-compatible server does"
     return None
 

@@ -110,7 +110,7 @@ def _read_lines(path: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     yield line.decode("utf-8", errors="replace")
 
 
@@ -118,8 +118,11 @@ def _read_parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet  # 0.3 s, only for those who need it
 
     for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
+        try:
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+        except (ValueError, OSError) as error:  # pyarrow's own are both
+            raise ConfigError(f"prompts: {file} cannot be read ({str(error).splitlines()[0]})") from None
 
 
 def _read_hub(source: Source) -> Iterator[Any]:

@@ -87,8 +87,8 @@ def test_broken_connections_are_retried(then):
 
 @pytest.mark.parametrize(
     "value",
-    ["0.3", email.utils.format_datetime(email.utils.localtime()), "soon"],
-    ids=["seconds", "date", "nonsense"],
+    ["0.3", email.utils.format_datetime(email.utils.localtime()), "soon", "nan"],
+    ids=["seconds", "date", "nonsense", "no number"],
 )
 def test_retry_after_is_obeyed(value):
     script = [Reply(error_body("later", 429), 429, {"retry-after": value})]
@@ -142,7 +142,7 @@ def test_an_empty_key_variable_is_named(monkeypatch):
         Client(settings, concurrency=1, outage_minutes=1)
 
 
-@pytest.mark.parametrize("data", [b"<html>", b"[1]", b'"x"'])
+@pytest.mark.parametrize("data", [b"<html>", b"[1]", b'"x"', b"[" * 100000], ids=["html", "list", "text", "deep"])
 def test_a_reply_that_is_no_json_object_costs_its_row_only(data):
     with FakeServer(lambda call: Reply(data)) as server:
         [error], _ = ask(server)
@@ -223,6 +223,18 @@ def test_a_dead_engine_behind_a_healthy_api_is_an_outage(monkeypatch):
     assert all(isinstance(reply, ResumableError) for reply in replies)
     assert "run the same command again" in str(replies[0])
     assert time.monotonic() - started < 10
+
+
+def test_a_server_that_lists_no_models_while_it_starts_is_waited_for():
+    """R01: what stands before it answers 200 with nothing in it; the wait still ends."""
+
+    class Starting(FakeServer):
+        def _reply(self, call):
+            return Reply({"data": None}) if call.path == "/v1/models" else super()._reply(call)
+
+    with Starting(lambda call: Reply(error_body("starting", 500), 500)) as server:
+        replies, _ = ask(server, count=6, outage_minutes=0.01)
+    assert all(isinstance(reply, ResumableError) for reply in replies)
 
 
 def test_timeouts_then_errors_for_all_trip_the_breaker():

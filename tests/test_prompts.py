@@ -2,7 +2,9 @@
 
 import json
 import random
+from datetime import datetime
 
+import pyarrow.parquet
 import pytest
 
 from drafter import artifacts, config, prompts, sources
@@ -323,6 +325,33 @@ def test_a_hub_that_does_not_answer_can_be_asked_again(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(ResumableError, match="cannot be read now"):
         list(sources.read_source(Source(name="o", hub="mlabonne/open-perfectblend", revision="af60f3c")))
+
+
+def test_columns_that_json_has_no_word_for_do_not_matter(tmp_path):
+    rows = [human(("human", f"q{i}" if i else "")) | {"at": datetime(2026, 1, 1), "raw": b"\xff"} for i in range(9)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    meta = materialise(
+        mix(tmp_path, {"name": "a", "path": str(tmp_path / "a.parquet"), "count": 9}), tmp_path / "out"
+    )
+    assert meta["sources"]["a"] == {
+        "conversations": 9, "requests": 7, "rejected": {"no_user_turn": 1, "held_out": 1}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "folder"])
+def test_a_source_with_nothing_to_read_is_named(tmp_path, name):
+    path = tmp_path / name
+    path.mkdir() if name == "folder" else path.touch()
+    with pytest.raises(ConfigError, match=str(path)):
+        materialise(mix(tmp_path, {"name": "a", "path": str(path)}), tmp_path / "out")
+
+
+def test_a_line_nested_beyond_reading_is_rejected_by_name(tmp_path):
+    write(tmp_path / "a.jsonl", [human(("human", f"q{i}")) for i in range(3)])
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write("[" * 100000 + "\n")
+    meta = materialise(mix(tmp_path, {"name": "a"}), tmp_path / "out")
+    assert meta["sources"]["a"]["rejected"] == {"bad_conversation": 1, "held_out": 1}
 
 
 def test_a_missing_source_is_named(tmp_path):

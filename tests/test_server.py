@@ -1,8 +1,10 @@
 """Servers: really ready or not at all, bounded waits, nothing left behind. A scripted vLLM, systemctl and nvidia-smi
 stand on PATH; the real vLLM is served by the tests of the stages."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -113,6 +115,26 @@ def test_check_names_the_command_that_brings_the_role_up(role):
     run_config = role()
     with pytest.raises(ConfigError, match="python -m drafter.server up generate --config .* --set run.dir="):
         server.check(run_config, "generate")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx", b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100000],
+)
+def test_what_answers_without_being_a_server_is_said(role, answer):
+    """R01: another program at the address, or a proxy that cuts replies."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reply():
+            with contextlib.suppress(OSError):
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(4096)
+                        connection.sendall(answer)
+
+        threading.Thread(target=reply, daemon=True).start()
+        run_config = role(kind="external", url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert "not as an OpenAI-compatible server" in server.missing(run_config, "generate")
 
 
 def test_a_boot_failure_ends_the_wait_at_once_with_the_end_of_the_log(role, caplog):
