@@ -20,4 +20,8 @@ EXTRA_REQUIREMENTS=()
 source ./environment.sh
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 cd "$caller"
+if ! "$PYTHON" -c 'import importlib.util, pydantic, yaml; assert importlib.util.find_spec("torch")' >/dev/null 2>&1; then
+  echo "run_pipeline.sh: PYTHON=$PYTHON is no interpreter with the packages of requirements.txt" >&2
+  exit 2
+fi
 exec "$PYTHON" -m drafter.pipeline "$@"

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from drafter.errors import ConfigError
+from drafter.errors import ConfigError, ContractError
 
 LOCK_SECONDS = 2.0  # a child that a killed process was just starting holds its lock until it runs its own program
 PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
@@ -36,16 +36,19 @@ def publish(path: Path) -> Iterator[Path]:
     an existing `path` is replaced only by complete bytes.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    old = path.with_name(f"{path.name}.old{PART}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield part
         for file in [part] if part.is_file() else [p for p in part.rglob("*") if p.is_file()]:
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
-        if part.is_dir() and path.is_dir():
-            shutil.rmtree(path)  # a folder cannot be renamed over a non-empty one
+        if part.is_dir() and path.is_dir():  # it cannot be renamed over, and half of it must not keep the name
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
         os.replace(part, path)
         fsync_dir(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
@@ -137,12 +140,32 @@ def _cut_torn_tail(path: Path) -> None:
             file.truncate(position)
 
 
-def read_jsonl(path: Path) -> Iterator[dict]:
-    """Records of a JSONL file, by line feed only (U+2028 is text); a torn last line is not a record."""
+def read_jsonl(path: Path, *needed: str) -> Iterator[dict]:
+    """Records of a JSONL file, by line feed only (U+2028 is text); a torn last line is not a record.
+
+    Raises ContractError on a line that is no JSON object, or lacks a key of `needed`.
+    """
+    return (record for _offset, record in read_placed(path, *needed))
+
+
+def read_placed(path: Path, *needed: str) -> Iterator[tuple[int, dict]]:
+    """As `read_jsonl`, each record behind the offset of its line."""
+    offset = 0
     with open(path, "rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.endswith(b"\n") and line.strip():
-                yield json.loads(line)
+                record = _parse(line)
+                if not isinstance(record, dict) or not record.keys() >= set(needed):
+                    raise ContractError(f"{path}: line {number} is broken")
+                yield offset, record
+            offset += len(line)
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def sha256_file(path: Path) -> str:

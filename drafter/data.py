@@ -71,8 +71,8 @@ def read_index(folder: Path) -> list[IndexEntry]:
     """Raises ContractError on a record that is no index entry."""
     try:
         return [IndexEntry(**record) for record in artifacts.read_jsonl(folder / INDEX)]
-    except TypeError as error:
-        raise ContractError(f"{folder / INDEX}: {error}") from None
+    except (TypeError, ContractError) as error:
+        raise ContractError(f"{folder / INDEX}: {error}; 02_extract_hidden_states.py makes it anew") from None
 
 
 def split(rows: list[Example], share: float) -> tuple[list[Example], list[Example]]:

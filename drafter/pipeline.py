@@ -4,7 +4,6 @@
 command continues after any failure and does nothing after the end.
 """
 
-import argparse
 import contextlib
 import json
 import logging
@@ -17,12 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import get_args
 
 from drafter import artifacts, config, default_model, gpu, plan, process, report, server, status
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
-from drafter.stage import read_manifest
+from drafter.stage import Parser, of_the_machine, positive, read_manifest
 
 log = logging.getLogger("drafter")
 
@@ -81,12 +81,19 @@ class Pipeline:
 
     def _unfinished(self) -> list[config.StageName]:
         """Stages that are not complete yet, as their manifests say."""
-        manifests = {step.stage: read_manifest(self.config.stage_dir(step.stage)) for step in self.steps}
+        own = [step.stage for step in self.steps if step.stage not in self.config.run.take]
+        manifests = {name: read_manifest(self.config.stage_dir(name)) for name in own}
         return [name for name, manifest in manifests.items() if not manifest or manifest["status"] != "complete"]
 
     def pending(self, step: Step) -> int:
-        """What is left of a step, by its own offline plan. Raises ConfigError when the step refuses its config."""
-        return self.plan(step)["pending"]
+        """What is left of a step, by its own offline plan: of one taken from another run, nothing.
+
+        Raises ConfigError when the step refuses its config.
+        """
+        taken = self.config.run.take.get(step.stage)
+        if taken and not read_manifest(taken):
+            raise ConfigError(f"run.take: no finished {step.stage} in {taken}")
+        return 0 if taken else self.plan(step)["pending"]
 
     def plan(self, step: Step) -> dict:
         done = subprocess.run([*self._command(step), "--dry-run"], capture_output=True, text=True)
@@ -354,12 +361,12 @@ def default_config() -> Path:
     return config.ROOT / "configs" / ("smollm2_gpu.yaml" if gpu.memory_used() else "smollm2_cpu.yaml")
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="run_pipeline.sh", description=__doc__.splitlines()[0])
+def parser() -> Parser:
+    result = Parser(prog="run_pipeline.sh", description=__doc__.splitlines()[0])
     result.add_argument("config", nargs="*", metavar="[status] [CONFIG]", help="default: SmolLM2 on this machine")
     result.add_argument("--from", dest="first", metavar="NN", help="start at this stage (01b, 02, 04, 05, 06)")
     result.add_argument("--only", metavar="NN", help="this stage alone")
-    result.add_argument("--limit", type=int, metavar="N", help="at most N rows a stage")
+    result.add_argument("--limit", type=positive, metavar="N", help="at most N rows a stage")
     result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating")
     result.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
@@ -368,12 +375,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for signum in SIGNALS:
         signal.signal(signum, _interrupt)
-    summary: dict = {}
+    pipeline: Pipeline | None = None
     try:
+        args = parser().parse_args(argv)
+        plan.parse_deadline(args.deadline, datetime.now())  # a wrong one is told now, not once 01b begins
         words = [word for word in args.config if word != "status"]
         if len(words) > 1:
             raise ConfigError(f"one config a run, not {' and '.join(words)}")
@@ -397,12 +405,16 @@ def main(argv: list[str] | None = None) -> int:
         if run_config.target.model == default_model.FOLDER:
             default_model.ensure()
         code, summary = pipeline.run(), pipeline.state
-    except StageError as error:
-        print(f"run_pipeline.sh: {error}", file=sys.stderr)
-        return error.exit_code
     except Interrupted as stop:
-        return stop.exit_code
-    print(json.dumps(summary))
+        code, summary = stop.exit_code, pipeline.state if pipeline else {"status": "interrupted"}
+    except (StageError, OSError) as error:
+        known = error if isinstance(error, StageError) else of_the_machine(error)
+        if known is None:
+            raise
+        print(f"run_pipeline.sh: {known}", file=sys.stderr)
+        failed = {"status": "failed", "error": str(known)}
+        code, summary = known.exit_code, (pipeline.state if pipeline else {}) | failed
+    print(json.dumps(summary | {"exit_code": code}))
     return code
 
 

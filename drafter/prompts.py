@@ -103,9 +103,10 @@ def current(config: Config, folder: Path) -> dict | None:
     """What `materialise` returned for this very mix, when it lies in `folder`."""
     try:
         meta = json.loads((folder / META).read_text())
-    except (FileNotFoundError, ValueError):
+        same = meta["key"] == _key(config) and meta["sha256"] == artifacts.sha256_file(folder / PROMPTS)
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
-    return meta if meta["key"] == _key(config) and (folder / PROMPTS).exists() else None
+    return meta if same and "sources" in meta else None
 
 
 def _key(config: Config) -> str:
@@ -132,7 +133,7 @@ def _state_of(origin: Source) -> list:
 
 def read_rejections(folder: Path) -> list[dict]:
     path = folder / REJECTED
-    return list(artifacts.read_jsonl(path)) if path.exists() else []
+    return list(artifacts.read_jsonl(path, "row_id", "source", "reason", "at")) if path.exists() else []
 
 
 def forget_rejections(folder: Path, reasons: frozenset[str]) -> None:
@@ -183,6 +184,8 @@ class _Mix:
                     continue
                 for request in requests:
                     self._add(request, counts)
+            if not counts["conversations"]:
+                raise ConfigError(f"prompts {source.name}: {source.path or source.hub} holds no conversation")
 
     def _add(self, request: Request, counts: Counter) -> None:
         identity = bytes.fromhex(request.row_id)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from drafter.errors import ContractError, RowError
 from drafter.prompts import Request, Requests
 
 JOURNAL = "journal.jsonl"  # the open shard
+OPENING = re.compile(rb'{"row_id":"([0-9a-f]{32})"')  # of a row's line
 
 
 def thinks(target: Target) -> bool:
@@ -27,8 +29,13 @@ def read_reply(reply: dict, request: Request, sampling: dict, target: Target) ->
         message, finish_reason = choice["message"], choice["finish_reason"]
         prompt_ids, completion_ids, usage = reply["prompt_token_ids"], choice["token_ids"], reply["usage"]
         counted = [usage["prompt_tokens"], usage["completion_tokens"]]
-    except (KeyError, IndexError, TypeError) as error:
+        details = usage.get("completion_tokens_details") or {}
+        reasoning_tokens = details.get("reasoning_tokens")
+        reasoning, content = _texts(message)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RowError("bad_reply", f"no {error}") from None
+    if not all(isinstance(text, str | None) for text in (reasoning, content)):
+        raise RowError("bad_reply", "reasoning or content that is not text")
     for name, ids in (("prompt_token_ids", prompt_ids), ("token_ids", completion_ids)):
         if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
             raise RowError("bad_reply", f"{name} is not a list of token ids")
@@ -40,13 +47,11 @@ def read_reply(reply: dict, request: Request, sampling: dict, target: Target) ->
         raise RowError("bad_reply", f"finish_reason {finish_reason!r}")
     _check_ids(prompt_ids, completion_ids, target)
     think_end = find_think_end(prompt_ids, completion_ids, target.think_end)
-    reasoning, content = _texts(message)
     flags = []
     if thinks(target) and think_end is None:
         flags.append("cut_in_reasoning" if finish_reason == "length" and not content else "no_think_end")
     if any(mark in text for mark in target.special_tokens for text in (reasoning, content) if text):
         flags.append("special_in_text")
-    details = usage.get("completion_tokens_details") or {}
     return Row(
         row_id=request.row_id,
         conv_id=request.conv_id,
@@ -62,7 +67,7 @@ def read_reply(reply: dict, request: Request, sampling: dict, target: Target) ->
         usage={
             "prompt_tokens": counted[0],
             "completion_tokens": counted[1],
-            "reasoning_tokens": details.get("reasoning_tokens"),
+            "reasoning_tokens": reasoning_tokens,
         },
         model=str(reply.get("model")),
         flags=flags,
@@ -194,20 +199,19 @@ def answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
     found = {}
     for path in row_files(folder) if wanted else []:
         for record in artifacts.read_jsonl(path):
-            if (identity := bytes.fromhex(record["row_id"])) in wanted:
-                row = Row.from_record(record)
+            row = Row.from_record(record)
+            if (identity := bytes.fromhex(row.row_id)) in wanted:
                 found[identity] = row.content if may_continue(row) else None
     return found
 
 
 def done_ids(folder: Path) -> set[bytes]:
-    """Ids of all rows on disk. A row begins with its id, so nothing is parsed."""
-    opening = b'{"row_id":"'
-    place = slice(len(opening), len(opening) + 32)
+    """Ids of all whole rows on disk. A row begins with its id, so nothing is parsed."""
     found = set()
     for path in row_files(folder):
         with open(path, "rb") as file:
-            found.update(bytes.fromhex(line[place].decode()) for line in file if line.startswith(opening))
+            whole = (OPENING.match(line) for line in file if line.endswith(b"\n"))
+            found.update(bytes.fromhex(match[1].decode()) for match in whole if match)
     return found
 
 

@@ -28,6 +28,7 @@ PACKAGES = (
 )  # fmt: skip
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Stage:
@@ -66,8 +67,10 @@ class Stage:
         """Claim the stage folder for this question; the manifest is there before the first row.
 
         `keys` name the settings that change the meaning of a row. Raises ConfigError when the folder was
-        made for another question.
+        made for another question, or is taken from another run.
         """
+        if self.name in self.config.run.take:
+            raise ConfigError(f"run.take: {self.folder} belongs to another run, which this one only reads")
         manifest = read_manifest(self.folder)
         if manifest is not None:
             self._refuse_changes(manifest, self.name)
@@ -77,6 +80,8 @@ class Stage:
         self._write_manifest("running")
 
     def _refuse_changes(self, manifest: dict, owner: str) -> None:
+        if not isinstance(manifest.get("question"), dict):
+            raise _broken(self.config.stage_dir(owner), "no question")
         differing = [
             f"{key} (was {was!r}, is {now!r})"
             for key, was in manifest["question"].items()
@@ -117,20 +122,27 @@ def _identity(run_config: config.Config, key: str) -> Any:
         return contracts.SCHEMA
     node: Any = run_config
     for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else getattr(node, part)
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
     if isinstance(node, Path):
         return artifacts.fingerprint_path(node)
-    return run_config.value(key)
+    return None if node is None else run_config.value(key)  # an earlier version may have had other settings
 
 
 def read_manifest(folder: Path) -> dict | None:
     """A stage's manifest, or None when the stage has not begun. Raises ContractError on a broken file."""
     try:
-        return json.loads((folder / "manifest.json").read_text())
-    except FileNotFoundError:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except json.JSONDecodeError as error:
-        raise ContractError(f"{folder / 'manifest.json'} is broken ({error}); remove the folder to redo it") from None
+    except (ValueError, RecursionError) as error:
+        raise _broken(folder, repr(error)) from None
+    if not isinstance(manifest, dict):
+        raise _broken(folder, "no object")
+    return manifest
+
+
+def _broken(folder: Path, why: str) -> ContractError:
+    return ContractError(f"{folder / 'manifest.json'} is broken ({why}); remove the folder to redo it")
 
 
 def versions() -> dict[str, str]:
@@ -148,12 +160,26 @@ def versions() -> dict[str, str]:
     return found
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Wrong arguments are a ConfigError, reported as every other one."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message}; --help shows the arguments")
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def parser(description: str) -> Parser:
     """The arguments every script takes. What describes the run is config; verbs are flags."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    result.add_argument("--limit", type=int, metavar="N", help="handle at most N rows")
+    result.add_argument("--limit", type=positive, metavar="N", help="handle at most N rows")
     result.add_argument("--dry-run", action="store_true", help="offline: say what would be done and what is missing")
     return result
 
@@ -168,17 +194,17 @@ def run(
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for noisy in ("httpx", "httpx2", "httpcore", "openai"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    args = arguments.parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     stage: Stage | None = None
     try:
+        args = arguments.parse_args(argv)
         stage = Stage(name, config.load(args.config, args.overrides), args)
         summary, code = body(stage), 0
         if summary.get("pending", 0) and not summary.get("deadline"):
             code = 0 if args.dry_run else ResumableError.exit_code
     except StageError as error:
-        if args.dry_run and stage is not None and not stage.config.target.model.exists():
+        if stage is not None and args.dry_run and not stage.config.target.model.exists():
             # Without the model a plan ends here; what is missing is a finding, the config may be right elsewhere.
             summary, code = {"stage": name, "dry_run": True, "pending": 1, "findings": [str(error)]}, 0
         else:
@@ -188,9 +214,8 @@ def run(
     except BrokenPipeError:
         return 1
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            message = f"{error.strerror}; free some space and run the same command again"
-            summary, code = _failure(stage, name, message), ResumableError.exit_code
+        if known := of_the_machine(error):
+            summary, code = _failure(stage, name, str(known)), known.exit_code
         else:
             traceback.print_exc()
             summary, code = _failure(stage, name, f"our bug: {error!r}"), 1
@@ -200,6 +225,16 @@ def run(
         # torchrun has an exit code of its own, so the summary carries ours.
         print(json.dumps(summary | {"exit_code": code}), flush=True)
     return code
+
+
+def of_the_machine(error: Exception) -> StageError | None:
+    """What a full disk or a forbidden path means for who acts next; None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in DISK_FULL:
+        return ResumableError(f"{error.strerror}; free some space and run the same command again")
+    if number in FORBIDDEN:
+        return ConfigError(f"{error.filename or 'a file'}: {error.strerror}")
+    return None
 
 
 def _failure(stage: Stage | None, name: str, message: str) -> dict:

@@ -69,19 +69,16 @@ def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], li
     asked = prompts.asked_for(config.stage_dir("01b_synthetic"))
     vocabulary = config.target.architecture.vocab_size
     for file in sorted(config.stage_dir("01b_synthetic").glob("shard-*.jsonl")):
-        offset = 0
-        with open(file, "rb") as lines:
-            for line in lines:
-                if limit is not None and len(items) + len(rejected) >= limit:
-                    return items, rejected
-                row = contracts.Row.from_record(json.loads(line))
-                start, offset = offset, offset + len(line)
-                if asked is not None and row.row_id not in asked:
-                    continue
-                try:
-                    items.append(_cut(row, config.target.max_seq_len, vocabulary, file, start))
-                except RowError as error:
-                    rejected.append(Rejected(row.row_id, error.reason, error.detail))
+        for offset, record in artifacts.read_placed(file):
+            if limit is not None and len(items) + len(rejected) >= limit:
+                return items, rejected
+            row = contracts.Row.from_record(record)
+            if asked is not None and row.row_id not in asked:
+                continue
+            try:
+                items.append(_cut(row, config.target.max_seq_len, vocabulary, file, offset))
+            except RowError as error:
+                rejected.append(Rejected(row.row_id, error.reason, error.detail))
     return items, rejected
 
 
@@ -140,7 +137,9 @@ class Share:
 
 def present(folder: Path, items: Iterable[Item]) -> dict[str, IndexEntry]:
     """Rows whose published file is vouched for by a journal and still has its size."""
-    known = {r["row_id"]: r for path in sorted(folder.glob(".journal/*.jsonl")) for r in artifacts.read_jsonl(path)}
+    journals = sorted(folder.glob(".journal/*.jsonl"))
+    vouched = (r for path in journals for r in artifacts.read_jsonl(path, "row_id", "bytes", "digest"))
+    known = {r["row_id"]: r for r in vouched}
     sizes = {file.name: file.stat().st_size for file in _files(folder)}
     found = {}
     for item in items:

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from drafter import artifacts, config
-from drafter.errors import ConfigError
+from drafter.errors import ConfigError, ContractError
 
 
 def run_and_kill(code, *args):
@@ -37,6 +37,31 @@ def test_publish_replaces_a_folder_as_one(tmp_path):
             part.mkdir()
             (part / content).write_text(content)
     assert [p.name for p in target.iterdir()] == ["two"]
+
+
+def test_sigkill_while_replacing_a_folder_leaves_the_old_one_the_new_one_or_none(tmp_path):
+    """T13: never half of it under the final name."""
+    target = tmp_path / "export"
+    for content in ("one", "two"):
+        run_and_kill(
+            """
+            import os, shutil, signal, sys
+            from pathlib import Path
+            from drafter import artifacts
+            shutil.rmtree = lambda path, **_: path.exists() and os.kill(os.getpid(), signal.SIGKILL)
+            with artifacts.publish(Path(sys.argv[1])) as part:
+                part.mkdir()
+                (part / "weights").write_text(sys.argv[2])
+                (part / "config").write_text(sys.argv[2])
+            os.kill(os.getpid(), signal.SIGKILL)
+            """,
+            target,
+            content,
+        )
+        assert {path.name: path.read_text() for path in target.iterdir()} == {"weights": content, "config": content}
+    with artifacts.publish(target) as part:
+        part.mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
 def test_sigkill_while_writing_leaves_no_final_name(tmp_path):
@@ -93,6 +118,17 @@ def test_a_journal_holds_what_utf8_cannot(tmp_path):
 def test_a_torn_last_line_is_not_a_record(tmp_path):
     (tmp_path / "j.jsonl").write_bytes(b'{"a":1}\n{"a":2}')
     assert [r["a"] for r in artifacts.read_jsonl(tmp_path / "j.jsonl")] == [1]
+
+
+@pytest.mark.parametrize("line", [b"{", b"null", b"[]", b"\0\0", b"\xff", b'{"b": 1}', b"[" * 100000])
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    """G22: what is whole before it is read, nothing is passed over in silence."""
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
+    records = artifacts.read_jsonl(path, "a")
+    assert next(records) == {"a": 1}
+    with pytest.raises(ContractError, match=f"{path}: line 2 is broken"):
+        next(records)
 
 
 def test_fingerprint_follows_content_not_place(tmp_path):

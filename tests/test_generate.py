@@ -326,6 +326,10 @@ def change(reply: dict, **changes) -> dict:
         (lambda r: change(r, finish_reason=None), "bad_reply"),
         (lambda r: change(r, token_ids=[fakes.VOCAB] * len(r["choices"][0]["token_ids"])), "bad_token_ids"),
         (lambda r: change(r, token_ids=[-1] * len(r["choices"][0]["token_ids"])), "bad_token_ids"),
+        (lambda r: change(r, message=None), "bad_reply"),
+        (lambda r: change(r, message={"content": 5}), "bad_reply"),
+        (lambda r: change(r, message={"content": "a", "reasoning": [{"text": "b"}]}), "bad_reply"),
+        (lambda r: r | {"usage": r["usage"] | {"completion_tokens_details": [1]}}, "bad_reply"),
         (lambda r: r | {"choices": []}, "bad_reply"),
         (lambda r: r | {"choices": None}, "bad_reply"),
         (lambda r: r | {"usage": None}, "bad_reply"),
@@ -795,10 +799,72 @@ def test_the_deadline_is_the_next_time_the_clock_shows_it():
 
 
 def test_a_deadline_that_is_no_time_of_day_is_refused_at_once(lab, capsys):
-    with pytest.raises(SystemExit) as refused:
-        lab.run("--deadline", "6 am")
-    assert refused.value.code == 2
+    assert lab.run("--deadline", "6 am") == 2
     assert "'6 am' is not HH:MM" in capsys.readouterr().err
+
+
+# ---- files that were damaged, or belong to another run
+
+
+def damage(path: Path, place: int) -> None:
+    """A byte that no JSON holds."""
+    content = bytearray(path.read_bytes())
+    content[place] = 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["shard-00000.jsonl", "rejected.jsonl"])
+def test_a_damaged_line_is_named_and_without_it_its_row_is_asked_again(lab, name, capsys):
+    """Laws 4 and 7"""
+    lab.server.script = lambda call: Reply(error_body("no", 400), 400) if "q 3 " in call.question else None
+    lab.add_source(questions(12))
+    hold_out(lab)
+    assert lab.run() == 0
+    whole = lab.records
+    lines = (lab.stage / name).read_bytes().splitlines(keepends=True)
+    damage(lab.stage / name, len(b"".join(lines)) - 9)
+    assert lab.run() == 1
+    assert f"{name}: line {len(lines)} is broken" in capsys.readouterr().err
+    (lab.stage / name).write_bytes(b"".join(lines[:-1]))
+    assert lab.run() == 0
+    assert lab.records == whole
+    assert lab.rejected["request_refused"] == 1
+
+
+def test_a_row_cut_at_the_end_of_a_shard_is_asked_again(lab):
+    """Laws 2 and 4: half a line is no row, for the count of rows as for their readers."""
+    lab.add_source(questions(12))
+    assert lab.run() == 0
+    whole, shard = lab.records, lab.stage / "shard-00000.jsonl"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert lab.run() == 0
+    assert lab.manifest["facts"]["rows"]["all"]["rows"] == lab.manifest["out"] == 10
+    read = [row.to_record() for row in rows.read_rows(lab.stage)]
+    assert {record["row_id"]: record for record in read} == whole
+    assert len(read) == 10
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.json"])
+@pytest.mark.parametrize("content", [b"", b"null\n", b"{}\n", b"\0" * 50])
+def test_a_damaged_mix_is_made_again(lab, name, content):
+    """G25: the mix is what its SHA-256 says, else its sources are read again."""
+    lab.add_source(questions(12))
+    assert lab.run() == 0
+    before, asked = (lab.stage / "prompts.jsonl").read_bytes(), len(lab.server.chats)
+    (lab.stage / name).write_bytes(content)
+    assert lab.run() == 0
+    assert (lab.stage / "prompts.jsonl").read_bytes() == before
+    assert len(lab.server.chats) == asked
+
+
+def test_rows_of_another_run_are_never_written_to(lab):
+    """Law 4: `run.take` reads."""
+    lab.add_source(questions(6))
+    assert lab.run() == 0
+    before = {path.name: path.read_bytes() for path in lab.stage.iterdir()}
+    lab.add_source(questions(6, name="more"), name="more")
+    assert lab.run("--set", "run.name=second", "--set", f"run.take={{01b_synthetic: {lab.stage}}}") == 2
+    assert {path.name: path.read_bytes() for path in lab.stage.iterdir()} == before
 
 
 # ---- throughput's preconditions

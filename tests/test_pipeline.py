@@ -186,6 +186,37 @@ def test_a_stage_that_the_kernel_kills_has_the_shells_exit_code(night):
     assert night.run("--only", "05", _05_export="killed")[0] == 137
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--deadline", "25:00"], ["--limit", "0"], ["--only", "07"], ["--set", "run.nam=x"], ["--what"]]
+)
+def test_what_is_wrong_with_the_call_is_said_at_once_on_both_outputs(night, arguments):
+    code, out, err = night.run(*arguments)
+    assert (code, len(err.splitlines()), json.loads(out)["exit_code"]) == (2, 1, 2)
+    assert json.loads(out)["error"] in err
+    assert not night.run_dir.exists()
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/etc", "/bin/ls"])
+def test_an_interpreter_that_is_none_is_said_in_one_line(python, tmp_path):
+    environment = os.environ | {"PYTHON": python}
+    done = subprocess.run(
+        [config.ROOT / "run_pipeline.sh", "--dry-run"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, len(done.stderr.splitlines()), python in done.stderr) == (2, 1, True)
+
+
+def test_a_stage_taken_from_another_run_is_passed_over(night):
+    other = night.folder / "other"
+    take = f"run.take={{01b_synthetic: {other}}}"
+    code, out, _ = night.run("--set", take)
+    assert (code, "no finished 01b_synthetic" in json.loads(out)["error"]) == (2, True)
+    other.mkdir()
+    (other / "manifest.json").write_text(json.dumps({"status": "complete", "question": {}, "facts": {}}))
+    assert night.run("--set", take)[0] == 0
+    assert night.done() == STAGES[1:]
+    assert [path.name for path in other.iterdir()] == ["manifest.json"]
+
+
 def test_one_stage_alone_and_from_a_stage_on(night):
     assert night.run("--only", "05")[0] == 0
     assert night.done() == ["05_export"]

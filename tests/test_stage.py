@@ -1,5 +1,6 @@
 """What every script shares: refusing a changed question, the summary line, exit codes."""
 
+import errno
 import json
 import os
 import signal
@@ -71,6 +72,58 @@ def test_an_error_says_who_dies(call, error, code):
 def test_our_own_bug_shows_a_traceback(call):
     code, summary, err = call(lambda this: 1 // 0)
     assert code == 1 and "ZeroDivisionError" in summary["error"] and "Traceback" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(errno.EROFS, 2, "/data: Read-only"), (errno.EACCES, 2, "/data"), (errno.ENOSPC, 3, "free")],
+)
+def test_what_the_machine_refuses_says_who_acts_next(call, number, code, said):
+    """H13, H15"""
+
+    def body(this):
+        raise OSError(number, os.strerror(number), "/data")
+
+    found, summary, err = call(body)
+    assert (found, said in summary["error"], "Traceback" in err) == (code, True, False)
+
+
+@pytest.mark.parametrize("arguments", [["--limit", "0"], ["--limit", "-1"], ["--limit", "x"], ["--unknown"]])
+def test_wrong_arguments_are_a_config_error_like_any_other(capsys, monkeypatch, arguments):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert stage.run("01b_synthetic", complete, stage.parser("test"), arguments) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["exit_code"] == 2
+    assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"null", b"\xff", b'{"status": "complete", "question": [], "facts": {}}']
+)
+def test_a_broken_manifest_is_named_and_kept(call, tmp_path, content):
+    call(complete)
+    path = tmp_path / "smollm2_cpu/01b_synthetic/manifest.json"
+    path.write_bytes(content)
+    code, summary, err = call(complete)
+    assert (code, f"{path} is broken" in summary["error"], "Traceback" in err) == (1, True, False)
+    assert path.read_bytes() == content
+
+
+def test_a_setting_that_is_no_more_is_another_question(call, tmp_path):
+    """Law 5: the manifest of an earlier version."""
+    call(complete)
+    path = tmp_path / "smollm2_cpu/01b_synthetic/manifest.json"
+    path.write_text(path.read_text().replace("generate.temperature", "generate.warmth"))
+    code, summary, _ = call(complete)
+    assert code == 2 and "generate.warmth (was 0.7, is None)" in summary["error"]
+
+
+def test_a_stage_taken_from_another_run_is_never_written_to(call, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    code, summary, _ = call(complete, f"run.take={{01b_synthetic: {other}}}")
+    assert code == 2 and "belongs to another run" in summary["error"]
+    assert list(other.iterdir()) == []
 
 
 def test_a_changed_question_is_refused_and_the_manifest_kept(call, tmp_path):
