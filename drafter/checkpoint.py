@@ -68,7 +68,7 @@ def best_step(folder: Path) -> Path:
 
 def read_state(path: Path) -> dict[str, Any]:
     check_complete(path)
-    return json.loads((path / STATE).read_text())
+    return _read_json(path / STATE, "expected_acceptance")
 
 
 def read_draft(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -77,7 +77,7 @@ def read_draft(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises ContractError naming what is missing and the nearest complete step.
     """
     check_complete(path)
-    return _read_tensors(path / WEIGHTS), json.loads((path / CONFIG).read_text())
+    return _read_tensors(path / WEIGHTS), _read_json(path / CONFIG)
 
 
 def read_moments(path: Path) -> dict[str, Tensor]:
@@ -108,10 +108,24 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
+def _read_json(path: Path, *needed: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise _broken(path, error) from None
+    if not isinstance(found, dict) or not found.keys() >= set(needed):
+        raise _broken(path, "a key is missing")
+    return found
+
+
+def _broken(path: Path, why: object) -> ContractError:
+    return ContractError(f"{path} is broken ({why}); without its folder the step before it is the last one")
+
+
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ContractError(f"{path} is broken: {error}") from None
+        raise _broken(path, error) from None
     return {name: t.to(torch.float32) if t.is_floating_point() else t for name, t in tensors.items()}

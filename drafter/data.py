@@ -71,7 +71,7 @@ def read_index(folder: Path) -> list[IndexEntry]:
     """Raises ContractError on a record that is no index entry."""
     try:
         return [IndexEntry(**record) for record in artifacts.read_jsonl(folder / INDEX)]
-    except (TypeError, ContractError) as error:
+    except (TypeError, FileNotFoundError, ContractError) as error:
         raise ContractError(f"{folder / INDEX}: {error}; 02_extract_hidden_states.py makes it anew") from None
 
 
@@ -152,7 +152,7 @@ def token_counts(rows: list[Example], folder: Path, vocab_size: int) -> Tensor:
     """How often each token id is guessed at step 0: [V] int64. Raises ContractError on an id beyond V."""
 
     def guessed(row: Example) -> np.ndarray:
-        ids = states.read_header(folder / row.entry.path).token_ids
+        ids = _read_header(folder, row).token_ids
         if len(ids) != row.entry.tokens:
             raise ContractError(f"{row.entry.path} holds {len(ids)} tokens, the index says {row.entry.tokens}")
         if ids.min() < 0 or ids.max() >= vocab_size:
@@ -180,7 +180,7 @@ class Reader:
         """Raises ContractError when a file is not what the index promised."""
         for row in rows:
             _read_ahead(self.folder / row.entry.path)
-        headers = [states.read_header(self.folder / row.entry.path) for row in rows]
+        headers = [_read_header(self.folder, row) for row in rows]
         for row, header in zip(rows, headers, strict=True):
             self._check(row, header)
         total = sum(row.slots for row in rows)
@@ -242,9 +242,20 @@ class Reader:
         return {n: torch.from_numpy(np.concatenate(p)) for n, p in parts.items()} | {"documents": documents}
 
 
+def _read_header(folder: Path, row: Example) -> states.Header:
+    try:
+        return states.read_header(folder / row.entry.path)
+    except FileNotFoundError:
+        missing = folder / row.entry.path
+        raise ContractError(f"{missing} is missing; 02_extract_hidden_states.py makes it anew") from None
+
+
 def _read_ahead(path: Path) -> None:
     """Let the kernel fetch all rows of a pack at once, not one after the other."""
-    fd = os.open(path, os.O_RDONLY)
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return  # named by whoever reads it
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
     finally:

@@ -6,6 +6,7 @@ journal entry vouches for its file. `index.jsonl` is the join of all journals wi
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -57,7 +58,7 @@ def dry_run(run: Stage, items: list[Item], todo: list[Item], planned: dict) -> d
     numbers = {key: planned[key] for key in ("tokens", "bytes", "free", "reserve")}
     # Rejected rows are settled; a run by hand gives them another chance.
     path = run.folder / "rejected.jsonl"
-    settled = {one["row_id"] for one in artifacts.read_jsonl(path)} if path.exists() else set()
+    settled = {one["row_id"] for one in artifacts.read_jsonl(path, "row_id")} if path.exists() else set()
     return {
         "stage": run.name,
         "dry_run": True,
@@ -115,7 +116,7 @@ def record(
     failed = {
         one["row_id"]: one
         for path in sorted(folder.glob(".rejected/*.jsonl"))
-        for one in artifacts.read_jsonl(path)
+        for one in artifacts.read_jsonl(path, "row_id", "reason")
         if one["row_id"] in asked and one["row_id"] not in found
     }
     out = [*(one.to_record() for one in rejected), *failed.values()]
@@ -222,7 +223,9 @@ class Extraction:
 
     async def _refuse_old_engine(self) -> None:
         """Raises ConfigError for an engine that would leave out the last layer of a DeepSeek-V2-family target."""
-        found = (await self._client.get("/version")).get("version", "")
+        found = ""
+        with contextlib.suppress(RowError):  # one that cannot be asked may well be right
+            found = str((await self._client.get("/version")).get("version"))
         name = self.config.target.architecture.name
         oldest = OLDEST_DEEPSEEK if "Deepseek" in name or "Kimi" in name else OLDEST
         if (parsed := re.match(r"(\d+)\.(\d+)", found)) and tuple(map(int, parsed.groups())) < oldest:
@@ -252,12 +255,14 @@ class Extraction:
         return result, parts
 
     async def _capture(self, items: list[Item], asked: Asked) -> dict[Item, Path]:
-        """Whole, checked, unpublished files, one request each. Raises ConfigError, ContractError."""
+        """Whole, checked, unpublished files, one request each. Raises ConfigError, ContractError, ResumableError."""
         parts: dict[Item, Path] = {}
         for item in items:
             try:
                 sent, writer = await self._request([item], asked)
             except RowError as error:
+                if error.reason == "failed":
+                    raise ResumableError(f"no answer to {item.row_id} ({error.detail}); run it again") from None
                 raise ConfigError(f"the extract server refuses {item.row_id}: {error}") from None
             found, _late = await self._await(sent, writer, asked)
             if not isinstance(found.get(item), Path):
@@ -377,10 +382,10 @@ class Extraction:
         }
         reply = await self._client.post("/v1/completions", body, self._request_seconds)
         answer = reply.get("kv_transfer_params")
-        if not isinstance(answer, dict) or "writer" not in answer:
+        if not isinstance(answer, dict) or not isinstance(answer.get("writer"), str):
             raise RowError("bad_reply", "the reply names no writer; is drafter.connector the server's connector?")
-        if answer["error"]:
-            raise RowError("bad_states", answer["error"])
+        if error := answer.get("error"):
+            raise RowError("bad_states", str(error))
         writer = Path(answer["writer"])
         if not writer.exists():
             raise RowError("bad_reply", f"the server shares no file system with this process: {writer}")

@@ -52,11 +52,14 @@ def read_layout(folder: Path) -> Layout:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"no drafter at {folder} (no {CONFIG} there)") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ContractError(f"{folder / CONFIG} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ContractError(f"{folder / CONFIG} is no object")
+    return config
 
 
 def _files(folder: Path) -> Iterator[safe_open]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from drafter import states
 from drafter.client import Client
 from drafter.config import Config
-from drafter.errors import ContractError
+from drafter.errors import ContractError, ResumableError, RowError
 from drafter.verifier import read_verifier
 
 TOKENS = 512  # of a row that are compared: the server computes logits for each
@@ -76,25 +76,39 @@ class Probe:
         return load_reference(self.config.target.model)
 
     async def check(self, client: Client, rows: list[tuple[list[int], Path]]) -> Result:
-        """Compare files with the server's own log-probabilities of their token ids. Raises ContractError."""
-        replies = await asyncio.gather(*(self._ask(client, ids[:TOKENS]) for ids, _path in rows))
+        """Compare files with the server's own log-probabilities of their token ids.
+
+        Raises ContractError, ResumableError when the server does not answer.
+        """
+        asked = (self._ask(client, ids[:TOKENS]) for ids, _path in rows)
+        replies = await asyncio.gather(*asked, return_exceptions=True)  # none is left behind on the way out
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
         return await asyncio.to_thread(self._compare, rows, replies)
 
-    async def _ask(self, client: Client, ids: list[int]) -> list:
+    async def _ask(self, client: Client, ids: list[int]) -> list[tuple[float, int]]:
+        """The log-probability and the best token that the server gives at each position but the first."""
         body = {"model": self.config.target.served_name, "prompt": ids, "max_tokens": 1, "temperature": 0}
-        reply = await client.post("/v1/completions", body | {"prompt_logprobs": 1}, timeout=600)
         try:
-            return reply["choices"][0]["prompt_logprobs"]
-        except (KeyError, IndexError, TypeError):
+            reply = await client.post("/v1/completions", body | {"prompt_logprobs": 1}, timeout=600)
+            entries = reply["choices"][0]["prompt_logprobs"]
+            return [(entries[t][str(ids[t])]["logprob"], _best(entries[t])) for t in range(1, len(ids))]
+        except RowError as error:
+            if error.reason == "failed":
+                raise ResumableError(
+                    f"the probe had no answer ({error.detail}); run the same command again"
+                ) from None
+            raise ContractError(f"the extract server refuses the probe: {error}") from None
+        except (LookupError, TypeError, ValueError, AttributeError, StopIteration):
             raise ContractError("the extract server sends no prompt_logprobs") from None
 
     def _compare(self, rows: list[tuple[list[int], Path]], replies: list) -> Result:
         differences, hits, distances = [], [], []
-        for (ids, path), logprobs in zip(rows, replies, strict=True):
+        for (ids, path), reply in zip(rows, replies, strict=True):
             ids = ids[:TOKENS]
             captured = states.read_states(path)
-            served = torch.tensor([logprobs[t][str(ids[t])]["logprob"] for t in range(1, len(ids))])
-            best = torch.tensor([_best(logprobs[t]) for t in range(1, len(ids))])
+            served, best = map(torch.tensor, zip(*reply, strict=True))
             for start in range(0, len(ids) - 1, CHUNK):
                 window = slice(start, min(start + CHUNK, len(ids) - 1))
                 ours = self._verifier.log_probs(captured.final[window])

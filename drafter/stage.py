@@ -142,7 +142,10 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def _broken(folder: Path, why: str) -> ContractError:
-    return ContractError(f"{folder / 'manifest.json'} is broken ({why}); remove the folder to redo it")
+    return ContractError(
+        f"{folder / 'manifest.json'} is broken ({why}); remove it if the config.yaml beside it is the one of today, "
+        "else the folder"
+    )
 
 
 def versions() -> dict[str, str]:

@@ -236,7 +236,9 @@ class Training:
     def _resume(self, state: dict[str, Any]) -> None:
         """Raises ConfigError naming what differs from the run that made the checkpoint."""
         now = self._identity()
-        differing = [f"{key} (was {state[key]!r}, is {value!r})" for key, value in now.items() if state[key] != value]
+        differing = [
+            f"{key} (was {state.get(key)!r}, is {value!r})" for key, value in now.items() if state.get(key) != value
+        ]
         if differing:
             raise ConfigError(
                 f"04_train was begun with other {', '.join(differing)}; use another run.name, or remove "

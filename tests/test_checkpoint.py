@@ -86,6 +86,15 @@ def test_the_run_root_and_an_empty_folder_are_explained(tmp_path):
         checkpoint.read_draft(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"null", b"{}", b"[]", b"\xff", b'{"expected_acc'])
+def test_a_broken_state_is_named(tmp_path, content):
+    """T13"""
+    path = save(tmp_path, 1) / checkpoint.STATE
+    path.write_bytes(content)
+    with pytest.raises(ContractError, match=f"{path} is broken"):
+        checkpoint.best_step(tmp_path)
+
+
 @pytest.mark.parametrize("file", [checkpoint.WEIGHTS, checkpoint.OPTIMIZER])
 def test_a_torn_tensor_file_is_named(tmp_path, file):
     path = save(tmp_path, 10)

@@ -239,6 +239,21 @@ def test_files_that_are_not_what_the_index_says_are_refused(tmp_path):
         data.token_counts(rows, tmp_path, captured.VOCAB)
 
 
+def test_a_file_or_an_index_that_is_gone_is_named_with_the_stage_that_makes_it(stage):
+    """H10"""
+    folder, rows = stage
+    path = folder / rows[0].entry.path
+    path.unlink()
+    for read in (lambda: reader(folder).read(rows), lambda: data.token_counts(rows, folder, captured.VOCAB)):
+        with pytest.raises(ContractError, match=f"{path} is missing; 02_extract"):
+            read()
+    for content in (None, b"{\n", b"{}\n"):
+        if content:
+            (folder / data.INDEX).write_bytes(content)
+        with pytest.raises(ContractError, match="02_extract"):
+            data.read_index(folder)
+
+
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
     """T11"""
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]], vocab=10_000)

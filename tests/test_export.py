@@ -251,6 +251,9 @@ def test_a_damaged_export_is_made_again(run, reference):
     weights.write_bytes(whole[:-4] + b"\0\0\0\1")
     export_run(run)
     assert weights.read_bytes() == whole
+    (export.folder(run) / native.CONFIG).unlink()
+    export_run(run)
+    assert native.read_config(export.folder(run))["draft_vocab_size"]
 
 
 @pytest.mark.parametrize("missing", checkpoint.FILES)

@@ -375,6 +375,35 @@ def test_a_reply_without_a_file_is_asked_again_and_then_rejected_by_name(run, en
     run.assert_exactly_the_rows()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "code", "said"),
+    [
+        ("kv_transfer_params", {"writer": None}, 2, "names no writer"),
+        ("kv_transfer_params", [1], 2, "names no writer"),
+        ("choices", None, 2, "not as an OpenAI-compatible server"),
+        ("prompt_logprobs", [None], 1, "no prompt_logprobs"),
+        ("prompt_logprobs", [{}] * 64, 1, "no prompt_logprobs"),
+        ("prompt_logprobs", "none", 1, "no prompt_logprobs"),
+        ("version", None, 0, ""),
+        ("version", [1], 0, ""),
+    ],
+)
+def test_a_reply_that_lies_about_its_form_is_one_line(run, engine, capsys, monkeypatch, key, value, code, said):
+    """Law 8"""
+    reply = engine._reply
+
+    async def lie(body, status=200):
+        for part in (body, *body.get("choices", ())):
+            part |= {key: value} if part.get(key) else {}
+        return await reply(body, status)
+
+    monkeypatch.setattr(engine, "_reply", lie)
+    found, summary = run.extract(capsys, engine.port)
+    assert (found, "our bug" in summary.get("error", "")) == (code, False)
+    assert said in summary.get("error", "")
+    assert bool(run.files()) is (code == 0)
+
+
 def test_a_late_file_is_waited_for(run, engine, capsys, monkeypatch):
     """H08"""
     write = states.write
@@ -388,7 +417,7 @@ def test_a_server_that_fails_every_request_is_exit_3_and_costs_nothing(run, engi
     code, _summary = run.extract(capsys, engine.port, "--limit", "6")
     engine.plan = lambda body: "500"
     code, summary = run.extract(capsys, engine.port, "--set", "extract.outage_minutes=0.02")
-    assert code in (1, 2, 3) and summary["out"] == 6
+    assert code == 3 and summary["out"] == 6
     engine.plan = lambda body: None
     assert run.extract(capsys, engine.port)[0] == 0
     run.assert_exactly_the_rows()
