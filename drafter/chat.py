@@ -49,6 +49,7 @@ async def preflight(client: Client, config: Config) -> int:
     Raises ConfigError: served name, special tokens, token ids, the prompt's end. ResumableError: no answer.
     """
     target = config.target
+    target.check_special_tokens()
     row_id = contracts.row_id([], None, target.chat_template_kwargs, "preflight")
     hello = [{"role": "user", "content": "Say hello."}]
     request = Request(row_id, None, row_id, "preflight", 0, "regenerate", hello, None)

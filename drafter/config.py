@@ -70,6 +70,24 @@ def read_architecture(folder: Path) -> Architecture:
         raise ConfigError(f"{path} is no model's config") from None
 
 
+def read_added_tokens(folder: Path) -> dict[str, int]:
+    """Text -> id of the tokens that a model folder's tokenizer files list by name; empty where they list none.
+
+    The files are read, no tokenizer is built: loaders have picked the wrong backend for a folder before.
+    """
+    found: dict[str, int] = {}
+    for name, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
+        try:
+            listed = json.loads((Path(folder) / name).read_text()).get(key) or ()
+            entries = listed.items() if isinstance(listed, dict) else ((entry["id"], entry) for entry in listed)
+            found |= {entry["content"]: int(token) for token, entry in entries}
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{Path(folder) / name} is no tokenizer's file") from None
+    return found
+
+
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     dir: Path = Path("runs")
@@ -105,6 +123,15 @@ class Target(Section):
     @property
     def architecture(self) -> Architecture:
         return read_architecture(self.model)
+
+    def check_special_tokens(self) -> None:
+        """The model folder's tokenizer must agree with `special_tokens`. Raises ConfigError."""
+        local = read_added_tokens(self.model)
+        for text, token in self.special_tokens.items():
+            if local.get(text, token) != token:
+                raise ConfigError(
+                    f"target.special_tokens: {self.model} has {text!r} as {local[text]}, not as {token}"
+                )
 
 
 class Server(Section):
@@ -285,7 +312,7 @@ class Config(Section):
         return node
 
     def check_against_model(self) -> None:
-        """Settings that only the target's own `config.json` can judge. Raises ConfigError."""
+        """Settings that only the target's own folder can judge. Raises ConfigError."""
         architecture = self.target.architecture
         layers = architecture.num_layers
         if self.target.layer_ids[-1] != layers:
@@ -298,6 +325,7 @@ class Config(Section):
                 f"target.max_seq_len: {self.target.max_seq_len} is more than the model's "
                 f"{architecture.max_position_embeddings} positions"
             )
+        self.target.check_special_tokens()
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

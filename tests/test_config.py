@@ -149,6 +149,30 @@ def test_settings_the_model_cannot_honour_are_refused(tmp_path, overrides, said)
         resolved.check_against_model()
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", {"added_tokens": [{"id": 5, "content": "<think>"}, {"id": 6, "content": "</think>"}]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<think>"}}}),
+    ],
+)
+def test_special_tokens_are_those_of_the_model_folders_tokenizer(tmp_path, file, content):
+    """G16: a tokenizer of another model beside the weights, or a wrong id in the config, is known before a server."""
+    folder = kimi_folder(tmp_path)
+    (folder / file).write_text(json.dumps(content))
+
+    def check(tokens: str) -> None:
+        settings = [f"target.model={folder}", "target.layer_ids=[2, 30, 58, 61]", f"target.special_tokens={tokens}"]
+        config.load(DEFAULT, settings).check_against_model()
+
+    check('{"<think>": 5, "a word": 9}')
+    with pytest.raises(ConfigError, match="'<think>' as 5, not as 163606"):
+        check('{"<think>": 163606}')
+    (folder / file).write_text('{"added_tokens": [5], "added_tokens_decoder": 7}')
+    with pytest.raises(ConfigError, match=f"{file} is no tokenizer's file"):
+        check('{"<think>": 5}')
+
+
 def test_missing_model_folder_is_named(tmp_path):
     resolved = config.load(DEFAULT, [f"target.model={tmp_path / 'nowhere'}"])
     with pytest.raises(ConfigError, match="target.model: no model at .*nowhere"):
