@@ -13,7 +13,7 @@ from drafter import acceptance, card, export, stage
 
 def body(this: stage.Stage) -> dict:
     if this.args.dry_run:
-        return export.plan(this)
+        return acceptance.plan_smoke(this) if this.args.smoke else export.plan(this)
     if this.args.smoke and not export.is_trained(this.config):
         return acceptance.smoke(this)
     summary = export.run(this)

@@ -3,7 +3,8 @@
 #
 #   ./run_pipeline.sh [CONFIG] [--from NN] [--only NN] [--limit N] [--set SECTION.KEY=VALUE] [--dry-run | --plan]
 #
-# In this order, each passed over when it has nothing left to do:
+# First, once for a warm start that was never served here: vLLM serves it untrained (05 --smoke) and must accept from it.
+# Then in this order, each passed over when it has nothing left to do:
 #   01b  the role `generate` comes up; every prompt is answered; the role goes down
 #   02   the role `extract` comes up; the answers are read back as hidden states; the role goes down
 #   04   the drafter is trained on them (torchrun)

@@ -4,7 +4,7 @@
 
 1. The whole pipeline with answers that the model writes itself (`mode: regenerate`).
 2. The same with the original answers of the file (`mode: replay`), on as many rows as make the same number of tokens.
-3. Stage 06 serves both drafters, and none, on the same prompts.
+3. Stage 06 serves both drafters, and none, on the same prompts; 05 --smoke passes the first through its door.
 
 Every step resumes, so a host that ends a command after some minutes is called again with the same command until it
 exits 0; 3 means: once more. Prints `METRIC name value` lines and leaves small files in $OUT. Nothing is downloaded.
@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -24,11 +25,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import artifacts, config, contracts  # noqa: E402
+from drafter import artifacts, config, contracts, server  # noqa: E402
 
 AGAIN = 3
 SAVE_SECONDS = 60  # for a stage to save after it was asked to stop
-SHOWN = ("prompts", "acceptance_length", "low", "high", "per_position", "tokens_per_second", "speed_up")
+ROW_TOKENS = 100  # at least, of a question with its answer: bounds the epochs that a number of steps can take
+SHOWN = (
+    "prompts", "output_tokens", "seconds", "tokens_per_second", "speed_up", "drafts", "accepted", "acceptance_length",
+    "low", "high", "per_position", "streams_agree", "unseen_steps",
+)  # fmt: skip
 KEPT = ("manifest.json", "config.yaml", "acceptance.json", "metrics.jsonl", "pipeline.json", "rejected.jsonl")
 
 
@@ -55,13 +60,20 @@ class Experiment:
             "run.name": mode,
             "prompts": [source | ({"count": count} if count else {})],
             "generate.max_tokens": self.args.max_tokens,
-            "train.epochs": 1000,  # max_steps ends it
+            # max_steps ends it: both runs take the same steps, and rows are shuffled as often as that needs
+            "train.epochs": 2 + self.args.steps * self.args.tokens_per_step // (self.args.count * ROW_TOKENS),
             "train.max_steps": self.args.steps,
             "train.tokens_per_step": self.args.tokens_per_step,
             "train.validate_every": max(1, self.args.steps // 15),
             "train.save_every": max(1, self.args.steps // 3),
             "acceptance.prompts": evaluated,
             "acceptance.drafters": ["none", "run"],
+            # As served; greedy, to agree with plain decoding; busy, where plain decoding differs from itself too
+            "acceptance.cells": [
+                {"concurrency": 8},
+                {"concurrency": 8, "temperature": 0},
+                {"concurrency": 32, "temperature": 0},
+            ],
             "acceptance.max_tokens": self.args.max_tokens,
             "acceptance.max_prompts": self.args.max_prompts,
         }
@@ -71,28 +83,38 @@ class Experiment:
         return config.load(self.args.config.resolve(), overrides)
 
     def run(self) -> int:
-        """Every step that is not done; AGAIN when time is up."""
-        stage = [sys.executable, "-m", "drafter.pipeline"]
+        """Every step that is not done; AGAIN when time is up, else the exit code of the step that failed."""
+        own, original = self.own.arguments, self.original.arguments
+        # Replayed rows only need the chat template, which the server that reads them back knows as well.
+        template = {"kind": "external", "url": self.original.servers.extract.url}
         other = self.original.stage_dir("05_export") / "model"
-        compare = [sys.executable, str(ROOT / "06_measure_acceptance.py"), *self.own.arguments]
-        compare += ["--set", f"acceptance.drafters={json.dumps(['none', str(other), 'run'])}"]
+        eager = "servers.evaluate.args.enforce-eager=true"  # a minute of use is not worth capturing graphs
         steps = {
-            "regenerate": lambda: [*stage, *_positional(self.own)],
-            "replay_rows": lambda: [*stage, *_positional(self.original), "--only", "01b"],
-            "replay_states": lambda: [*stage, *_positional(self.original), "--only", "02", "--limit", self._rows()],
-            "replay_train": lambda: [*stage, *_positional(self.original), "--only", "04"],
-            "replay_export": lambda: [*stage, *_positional(self.original), "--only", "05"],
-            "compare": lambda: compare,
+            "regenerate": lambda: [_pipeline(self.own)],
+            "replay_rows": lambda: [
+                [sys.executable, "-m", "drafter.server", "up", "extract", *original],
+                _script("01b_generate_synthetic", *original, "--set", f"servers.generate={json.dumps(template)}"),
+            ],
+            "replay_states": lambda: [_pipeline(self.original, "--only", "02", "--limit", self._rows())],
+            "replay_train": lambda: [_pipeline(self.original, "--only", "04")],
+            "replay_export": lambda: [_pipeline(self.original, "--only", "05")],
+            "compare": lambda: [
+                _script("06_measure_acceptance", *own, "--set", f'acceptance.drafters=["none", "{other}", "run"]')
+            ],
+            "smoke": lambda: [_script("05_export_checkpoint", *own, "--set", eager, "--smoke")],
         }
-        for name, command in steps.items():
-            if name in self.progress["done"]:
-                continue
-            code = self._call(name, command())
-            if code:
-                return code
-            self.progress["done"].append(name)
-            artifacts.write_json(self.progress_path, self.progress)
-        return 0
+        try:
+            for name, commands in steps.items():
+                if name in self.progress["done"]:
+                    continue
+                for command in commands():
+                    if code := self._call(name, command):
+                        return code
+                self.progress["done"].append(name)
+                artifacts.write_json(self.progress_path, self.progress)
+            return 0
+        finally:
+            server.down(self.original, "extract")
 
     def _rows(self) -> str:
         """How many rows of original answers hold as many tokens as all of the model's own."""
@@ -129,30 +151,45 @@ class Experiment:
         for name, seconds in self.progress["seconds"].items():
             _metric(f"wall_{name}_s", seconds)
         for run in (self.own, self.original):
-            for stage in config.STAGES:
-                manifest = _read(run.stage_dir(stage) / "manifest.json")
-                if not manifest:
-                    continue
-                place = f"{run.run.name}_{stage}"
-                for key in ("status", "in", "out", "pending", "seconds"):
-                    _metric(f"{place}_{key}", manifest[key])
-                _facts(place, manifest["facts"])
-        for run in (self.own, self.original):
-            entries = list(_index(run))
-            _metric(f"{run.run.name}_rows", len(entries))
-            _metric(f"{run.run.name}_tokens", sum(entry.tokens for entry in entries))
-            spans = [span for entry in entries for span in contracts.cut(entry.supervised, entry.tokens)]
-            _metric(f"{run.run.name}_supervised_tokens", sum(end - start for start, end in spans))
+            self._run_metrics(run)
         report = _read(self.own.stage_dir("06_acceptance") / "acceptance.json") or {}
         for m in report.get("measurements", []):
-            place = f"{_label(m['drafter'])}_{m['prompt_set']}_c{m['concurrency']}"
-            for key in (*SHOWN, "streams_agree", "unseen_steps"):
-                _metric(f"{place}_{key}", m[key])
+            for key in SHOWN:
+                _metric(f"{_cell(m)}_{key}", m[key])
         for c in report.get("comparisons", []):
             if c["part"] == "all":
-                place = f"{_label(c['drafter'])}_against_{_label(c['baseline'])}_{c['prompt_set']}"
-                for key in ("difference", "low", "high", "verdict"):
-                    _metric(f"{place}_{key}", c[key])
+                for key in ("prompts", "difference", "low", "high", "verdict"):
+                    _metric(f"{_cell(c)}_against_{_label(c['baseline'])}_{key}", c[key])
+        for g in report.get("greedy_agreement", []):
+            for key in ("equal_outputs", "equal_tokens"):
+                _metric(f"{_cell(g)}_against_none_c{g['reference_concurrency']}_{key}", g[key])
+        if report:
+            agree = [m["streams_agree"] for m in report["measurements"]]
+            _metric("streams_agree", f"{sum(agree)} of {len(agree)}")
+            _metric("left_out", len(report["left_out"]))
+
+    def _run_metrics(self, run: config.Config) -> None:
+        """Wall time and throughput of each stage, what it was given, and how training went."""
+        mode = run.run.name
+        for stage, told in (_read(run.run_dir / "pipeline.json") or {}).get("stages", {}).items():
+            _metric(f"{mode}_{stage}_with_servers_s", told.get("seconds"))
+        for stage in config.STAGES:
+            if manifest := _read(run.stage_dir(stage) / "manifest.json"):
+                for key in ("status", "in", "out", "pending", "seconds"):
+                    _metric(f"{mode}_{stage}_{key}", manifest[key])
+                _facts(f"{mode}_{stage}", manifest["facts"])
+        entries = list(_index(run))
+        _metric(f"{mode}_rows", len(entries))
+        _metric(f"{mode}_tokens", sum(entry.tokens for entry in entries))
+        spans = [span for entry in entries for span in contracts.cut(entry.supervised, entry.tokens)]
+        _metric(f"{mode}_supervised_tokens", sum(end - start for start, end in spans))
+        path = run.stage_dir("04_train") / "metrics.jsonl"
+        records = list(artifacts.read_jsonl(path)) if path.exists() else []
+        if rates := [r["tokens_per_s"] for r in records if r["kind"] == "train"]:
+            _metric(f"{mode}_train_step_tokens_per_s_median", statistics.median(rates))
+        for r in records:
+            if r["kind"] == "validation":
+                _metric(f"{mode}_validation_at_{r['step']}", r["expected_acceptance"])
 
     def keep(self, folder: Path) -> None:
         """Manifests, configs, metrics and results in one archive."""
@@ -163,10 +200,14 @@ class Experiment:
                     archive.add(path, path.relative_to(self.own.run.dir))
 
 
-def _positional(run: config.Config) -> list[str]:
-    """A config's arguments as the pipeline takes them: its file without a flag."""
+def _pipeline(run: config.Config, *verbs: str) -> list[str]:
+    """run_pipeline.sh's own program, which takes the config's file without a flag."""
     _flag, path, *overrides = run.arguments
-    return [path, *overrides]
+    return [sys.executable, "-m", "drafter.pipeline", path, *overrides, *verbs]
+
+
+def _script(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / f"{name}.py"), *arguments]
 
 
 def _tokens(run: config.Config) -> list[int]:
@@ -195,6 +236,12 @@ def _facts(place: str, facts: dict) -> None:
 
 def _label(drafter: str) -> str:
     return {"run": "regenerate"}.get(drafter, "replay" if "/" in drafter else drafter)
+
+
+def _cell(record: dict) -> str:
+    """Drafter, prompt set and cell in a metric's name."""
+    drafter, load = _label(record["drafter"]), f"c{record['concurrency']}_t{record['temperature']:g}"
+    return f"{drafter}_{record['prompt_set']}_{load}"
 
 
 def _metric(name: str, value: object) -> None:

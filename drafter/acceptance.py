@@ -23,19 +23,21 @@ from drafter import (
     prompts,
     server,
 )
+from drafter.caveats import caveats
 from drafter.comparison import NONE, RUN, WARM_START, Unit
 from drafter.config import Cell, Config, Generate
 from drafter.decoding import Decoded
 from drafter.errors import ConfigError, ContractError, ResumableError, StageError
 from drafter.prompt_sets import PromptSets
 from drafter.prompts import Request
-from drafter.stage import Progress, Stage, say
+from drafter.stage import Progress, Stage, say, versions
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
 REPORT = "acceptance.json"
 SMOKE_CELL = Cell(concurrency=4, temperature=0)
 SMOKE_PROMPTS, SMOKE_TOKENS, SMOKE_SECONDS = 8, 64, 300
 SMOKE_LENGTH = 1.05  # what random weights reach when their favourite token happens to be a comma
+SMOKED = "smoke.json"  # in `run.dir`: the lengths of warm starts that passed, for all its runs
 
 
 def run(stage: Stage) -> dict:
@@ -61,8 +63,8 @@ def run(stage: Stage) -> dict:
     report["prompt_sets"] = prompt_sets.describe(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
     report["drafters"] = {label: folder and native.identity(folder) for label, folder in drafters.items()}
     artifacts.write_json(stage.folder / REPORT, report)
-    for unit in report["left_out"]:
-        say("left out, the budget is used up: %s", unit)
+    for sentence in caveats(report):
+        say("%s", sentence)
     stage.facts = report["headline"] | {"left_out": len(report["left_out"])}
     # What the budget leaves out is a plan and no failure; running again goes on with it.
     return stage.finish() | {"deadline": True}
@@ -224,6 +226,31 @@ def read_unit(stage: Stage, unit: Unit) -> Decoded:
         raise ContractError(f"{path} is broken ({error}); remove it to measure again") from None
 
 
+def plan_smoke(stage: Stage) -> dict:
+    """Offline: whether the warm start is still untrained, and not known to be served well on this target."""
+    config, findings, pending = stage.config, [], 0
+    if (start := config.train.warm_start) and not export.is_trained(config):
+        try:
+            native.read_config(start)
+            pending = int(_door(config) not in _smoked(config))
+        except StageError as error:
+            findings.append(str(error))
+    return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def _door(config: Config) -> str:
+    """What decides how the warm start is served: its content, the target's, the engine and its arguments."""
+    own, known = config.servers.evaluate, versions()
+    weights = [native.identity(config.train.warm_start), artifacts.fingerprint_path(config.target.model)]
+    engine = [own.python, own.args, *(known.get(name) for name in native.ENGINES)]
+    return contracts.content_id([*weights, *engine])
+
+
+def _smoked(config: Config) -> dict[str, float]:
+    path = config.run.dir / SMOKED
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def smoke(stage: Stage) -> dict:
     """Serve the untrained warm start, then the export where there is one, for a minute each; the stage's summary.
 
@@ -249,6 +276,8 @@ def smoke(stage: Stage) -> dict:
                 f"tokens (length {lengths[label]:.3f}): it was loaded wrongly, or drafts for another model"
             )
         say("smoke: %s has acceptance length %.3f", label, lengths[label])
+        if label == WARM_START:
+            artifacts.write_json(config.run.dir / SMOKED, _smoked(config) | {_door(config): lengths[label]})
     if not lengths:
         raise ConfigError("nothing to serve: no warm start in train.warm_start, and no checkpoint in 04_train")
     if stage.counts.total:

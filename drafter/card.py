@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter import artifacts, export, native
+from drafter.caveats import caveats
 from drafter.comparison import RUN
 from drafter.config import Config
 from drafter.stage import read_manifest
@@ -75,8 +76,8 @@ def _acceptance(config: Config) -> str:
             _number(m["speed_up"]),
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines.append("\nPooled over all decoding steps of a prompt set: 1 + accepted / drafts, from vLLM's counters.")
-    return "\n".join(lines)
+    lines.append("\nPooled over all decoding steps of a prompt set: 1 + accepted / drafts, from vLLM's counters.\n")
+    return "\n".join([*lines, *(f"- {sentence}" for sentence in caveats(report))]).rstrip()
 
 
 def _number(value: float | None) -> str:

@@ -274,6 +274,7 @@ class Acceptance(Section):
     max_tokens: PositiveInt = 1024
     max_prompts: PositiveInt = 40  # of each prompt set
     budget_minutes: PositiveFloat = 90
+    smoke: bool = True  # the pipeline serves an untrained warm start before the night, once for drafter and engine
 
 
 class Config(Section):

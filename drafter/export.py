@@ -156,9 +156,9 @@ def final_config(drafter_config: dict[str, Any], target: Target, reference: Path
         ropes = both_ropes(result), both_ropes(drafter_config)
         if ropes[0] != ropes[1]:
             raise ContractError(f"{CONFIG}: rope is {ropes[1]} in the checkpoint, {ropes[0]} in {reference}")
-        for key in sorted((result.keys() & drafter_config.keys()) - OURS):
-            if result[key] != drafter_config[key]:
-                ours, theirs = drafter_config[key], result[key]
+        for key in sorted(drafter_config.keys() - OURS):
+            ours, theirs = drafter_config[key], result[key] if key in result else _default(key, result)
+            if ours != theirs and (key in result or ours):
                 raise ContractError(f"{CONFIG}: {key} is {ours!r} in the checkpoint, {theirs!r} in {reference}")
     ids = list(target.aux_layer_ids)
     result[LAYER_IDS] = ids
@@ -168,6 +168,13 @@ def final_config(drafter_config: dict[str, Any], target: Target, reference: Path
     result["max_position_embeddings"] = max(positions, target.architecture.max_position_embeddings)
     result["dtype"] = result["torch_dtype"] = result.get("dtype") or result.get("torch_dtype") or "bfloat16"
     return result
+
+
+def _default(key: str, config: dict[str, Any]) -> Any:
+    """What an engine takes for a key that a drafter's config leaves out."""
+    from transformers import LlamaConfig
+
+    return getattr(LlamaConfig(**{name: value for name, value in config.items() if name not in OURS}), key, None)
 
 
 def both_ropes(config: dict[str, Any]) -> dict[str, Any]:

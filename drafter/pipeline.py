@@ -71,6 +71,8 @@ class Pipeline:
                     from drafter import preflight  # needs torch, which a finished run does without
 
                     preflight.check(self.config, self._unfinished())
+                    if code := self._smoke():
+                        return code
                 worked = True
                 if code := self._work(step):
                     return code
@@ -95,13 +97,31 @@ class Pipeline:
             raise ConfigError(f"run.take: no finished {step.stage} in {taken}")
         return 0 if taken else self.plan(step)["pending"]
 
-    def plan(self, step: Step) -> dict:
-        done = subprocess.run([*self._command(step), "--dry-run"], capture_output=True, text=True)
+    def plan(self, step: Step, *verbs: str) -> dict:
+        done = subprocess.run([*self._command(step), *verbs, "--dry-run"], capture_output=True, text=True)
         if done.returncode:
             message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
             error = ConfigError if done.returncode == 2 else StageError
             raise error(f"{step.script} --dry-run: {message[0].removeprefix(f'{step.stage}: ')}")
         return json.loads(done.stdout.splitlines()[-1])
+
+    def _smoke(self) -> int:
+        """Before a night that is to train and measure: the untrained warm start is served and must be accepted from.
+
+        The night depends on that drafter, and on a server that is otherwise first started at its end.
+        """
+        by_number = {step.number: step for step in self.steps}
+        asked = (
+            self.config.acceptance.smoke and self.config.train.warm_start and {"04", "05", "06"} <= by_number.keys()
+        )
+        if not asked or not self.plan(by_number["05"], "--smoke")["pending"]:
+            return 0
+        self._only(None)
+        code, summary = self._watch(by_number["05"], "--smoke")
+        self.state["smoke"] = summary.get("smoke")
+        if code:
+            self._finish("failed", summary.get("error"))
+        return code
 
     def _work(self, step: Step) -> int:
         """Servers as the step needs them, then the step, again after each repair of its server."""
@@ -146,11 +166,11 @@ class Pipeline:
             line[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         return line
 
-    def _watch(self, step: Step) -> tuple[int, dict]:
+    def _watch(self, step: Step, *verbs: str) -> tuple[int, dict]:
         """Run a step to its end, restarting its server when that dies; the exit code and summary of the step."""
         log_file = self.config.run_dir / "logs" / f"{step.stage}.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        line = self._launch(step)
+        line = [*self._launch(step), *verbs]
         log.info("%s: %s", step.stage, shlex.join(line))
         worker = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

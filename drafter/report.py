@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter import artifacts, charts, config, disk, html, plan, stage
+from drafter.caveats import caveats
 from drafter.errors import StageError
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
@@ -151,7 +152,8 @@ def acceptance(found: Found) -> str:
     )
     measured = html.columns(found.acceptance["measurements"], MEASURED)
     compared = html.columns(found.acceptance["comparisons"], COMPARED)
-    return html.section("Acceptance", f'<div class="tiles">{shown}</div>{measured}{compared}')
+    limits = "".join(f"<li>{escape(sentence)}</li>" for sentence in caveats(found.acceptance))
+    return html.section("Acceptance", f'<div class="tiles">{shown}</div>{measured}{compared}<ul>{limits}</ul>')
 
 
 def timeline(found: Found) -> str:

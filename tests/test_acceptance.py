@@ -1,7 +1,9 @@
 """Stage 06: what is measured, what is left out, what is never measured twice."""
 
 import argparse
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +252,27 @@ def script(name: str, run: config.Config, tmp_path: Path, *arguments: str) -> tu
     line = [sys.executable, str(config.ROOT / name), "--config", str(path), *arguments]
     done = subprocess.run(line, capture_output=True, text=True, timeout=500)
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_a_warm_start_passes_the_door_once_for_all_runs(tmp_path, drafter, monkeypatch):
+    """X02, X09: its number on this target is kept; other weights, or another engine's arguments, pass it anew."""
+    run = make_run(tmp_path, drafter, "run.name=before", "train.draft_vocab_size=null")
+    shutil.rmtree(export.folder(run))
+    decoded = Decoded.from_record(fake_result())
+    monkeypatch.setattr(acceptance.server, "serving", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(acceptance, "decode", lambda *_: decoded)
+
+    def pending(*overrides: str) -> int:
+        return acceptance.plan_smoke(the_stage(make_run(tmp_path, drafter, *overrides), "05_export"))["pending"]
+
+    assert pending() == 1
+    assert acceptance.smoke(the_stage(run, "05_export"))["smoke"] == {"warm_start": 2.0}
+    assert json.loads((tmp_path / acceptance.SMOKED).read_text()).popitem()[1] == 2.0
+    assert pending() == pending("run.name=another") == 0
+    assert pending("servers.evaluate.args.max-num-seqs=2") == 1
+    other = make_drafter(run.target.model, tmp_path / "other", 4096, seed=9)
+    assert pending(f"train.warm_start={other}") == 1
+    assert pending("train.warm_start=null") == 0
 
 
 @pytest.mark.vllm

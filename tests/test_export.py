@@ -152,6 +152,18 @@ def test_a_config_that_drifted_from_the_reference_is_refused(target, reference, 
         export.write(tmp_path / "out", weights, settings, target, reference)
 
 
+def test_what_the_reference_leaves_out_is_not_dropped_in_silence(target, reference, tmp_path):
+    """T17: a window that the drafter was trained with; what an engine would take anyhow may be left out."""
+    short = tmp_path / "reference"
+    short.mkdir()
+    settings = native.read_config(reference)
+    kept = {key: value for key, value in settings.items() if key not in ("head_dim", "hidden_act")}
+    (short / native.CONFIG).write_text(json.dumps(kept | {"head_dim": settings["head_dim"]}))
+    assert "hidden_act" not in export.final_config(settings, target, short)
+    with pytest.raises(ContractError, match="sliding_window is 512 in the checkpoint, None in"):
+        export.final_config(settings | {"sliding_window": 512}, target, short)
+
+
 def test_layer_ids_and_rope_are_written_where_every_engine_reads_them(target, reference):
     """A published config has ids nested only and rope in transformers 4's spelling."""
     settings = native.read_config(reference)

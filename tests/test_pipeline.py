@@ -107,6 +107,29 @@ def night(tmp_path, model):
     assert night.leftovers() == []
 
 
+def test_the_untrained_warm_start_is_served_before_a_night_that_depends_on_it(tmp_path, model, monkeypatch):
+    """X02: a drafter that the engine loads and accepts nothing from costs minutes, not the night."""
+    called = []
+    monkeypatch.setattr(pipeline.Pipeline, "plan", lambda _self, step, *verbs: {"pending": not called})
+    monkeypatch.setattr(pipeline.Pipeline, "_only", lambda _self, role: called.append(role))
+    refused = (1, {"error": "accepts nothing", "smoke": None})
+    monkeypatch.setattr(
+        pipeline.Pipeline, "_watch", lambda _s, step, *verbs: called.append((step.number, *verbs)) or refused
+    )
+
+    def smoke(numbers: tuple[str, ...], *overrides: str) -> tuple[int, str]:
+        run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", *overrides])
+        night = pipeline.Pipeline(run, tuple(s for s in pipeline.STEPS if s.number in numbers), None, None)
+        return night._smoke(), night.state["status"]
+
+    warm, night = f"train.warm_start={tmp_path}", ("02", "04", "05", "06")
+    for numbers, overrides in ((night, []), (("04",), [warm]), (night, [warm, "acceptance.smoke=false"])):
+        assert smoke(numbers, *overrides) == (0, "running") and not called
+    assert smoke(night, warm) == (1, "failed")
+    assert called == [None, ("05", "--smoke")], "the machine is freed for it"
+    assert smoke(night, warm) == (0, "running")
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(1500)
 def test_prompts_become_a_measured_drafter_on_real_vllm_and_a_second_run_does_nothing(tmp_path, model):

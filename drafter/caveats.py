@@ -1,0 +1,48 @@
+"""What must be said beside an acceptance length, wherever it is shown."""
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def caveats(report: dict[str, Any]) -> list[str]:
+    """A sentence for each limit of the figures in `acceptance.json`, for the log, the page and the model card."""
+    return [*_left_out(report), *_unseen(report), *_overlap(report), *_agreement(report)]
+
+
+def _left_out(report: dict[str, Any]) -> Iterator[str]:
+    for unit in report.get("left_out", []):
+        count = unit["prompts_skipped"]
+        yield f"left out, the budget is used up: {f'{count} prompts of ' if count else ''}{_name(unit)}"
+
+
+def _unseen(report: dict[str, Any]) -> Iterator[str]:
+    for m in report["measurements"]:
+        if m.get("prompts_refused"):
+            yield f"{m['prompts_refused']} prompts refused by the server: {_name(m)}"
+        if not m.get("streams_agree", True):
+            yield f"pooled figures only, the streams do not show every step that the engine counted: {_name(m)}"
+
+
+def _overlap(report: dict[str, Any]) -> Iterator[str]:
+    for one in report.get("prompt_sets", []):
+        if shared := one["ngram_overlap"]:
+            short = f" ({shared['too_short']} are shorter)" if shared["too_short"] else ""
+            count = f"{shared['prompts']} of {shared['of']} prompts of {one['name']}"
+            yield f"{count} share {shared['words']} words in a row with a training prompt{short}"
+
+
+def _agreement(report: dict[str, Any]) -> Iterator[str]:
+    """Batches change the order of sums: what plain decoding does to itself is the measure of what a drafter does."""
+    for one in report.get("greedy_agreement", []):
+        shares = f"{one['equal_outputs']:.0%} of greedy replies equal, {one['equal_tokens']:.1%} of tokens before"
+        against = f"against no drafter at concurrency {one['reference_concurrency']}"
+        yield f"{shares} the first difference: {_name(one)}, {against}"
+    if report.get("greedy_agreement"):
+        yield "greedy replies differ where two tokens are as likely and another batch adds in another order"
+
+
+def _name(unit: dict[str, Any]) -> str:
+    tokens = unit["num_speculative_tokens"]
+    draft = f", {tokens} draft tokens" if tokens else ""
+    place = f"{unit['drafter']} on {unit['prompt_set']}, concurrency {unit['concurrency']}{draft}"
+    return f"{place}, temperature {unit['temperature']:g}"
