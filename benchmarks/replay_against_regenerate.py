@@ -74,7 +74,7 @@ class Experiment:
                 {"concurrency": 8, "temperature": 0},
                 {"concurrency": 32, "temperature": 0},
             ],
-            "acceptance.max_tokens": self.args.max_tokens,
+            "acceptance.max_tokens": self.args.measured_tokens,
             "acceptance.max_prompts": self.args.max_prompts,
         }
         if model := os.environ.get("MODEL"):
@@ -259,6 +259,7 @@ def main() -> int:
     parser.add_argument("--tokens-per-step", type=int, default=8192)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--max-prompts", type=int, default=80, help="of each prompt file")
+    parser.add_argument("--measured-tokens", type=int, default=512, help="of a reply to one of them")
     parser.add_argument("--seconds", type=float, default=520, help="stop and save after this long")
     parser.add_argument("--least", type=float, default=60, help="begin no step with less time left than this")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
