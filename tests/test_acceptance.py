@@ -277,7 +277,7 @@ def test_a_warm_start_passes_the_door_once_for_all_runs(tmp_path, drafter, monke
 
 @pytest.mark.vllm
 def test_an_a_a_comparison_served_by_vllm(tmp_path, model):
-    """The same weights as warm start and as run: lengths from real counters, streams that match, no verdict."""
+    """X05: it loads. The same weights as warm start and as run: real counters, streams that match, no verdict."""
     comma = one_word_drafter(model, tmp_path / "comma", COMMA)
     run = make_run(tmp_path, comma, f"target.think_end={COMMA}")  # a comma ends what stands for reasoning here
     code, summary, talk = script("06_measure_acceptance.py", run, tmp_path)

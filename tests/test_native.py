@@ -91,6 +91,14 @@ def test_a_tensor_too_many_is_named(drafter, target):
     assert "layers.0.mlp.up_proj.weight does not belong" in refusal(drafter, target)
 
 
+def test_names_of_another_layout_are_refused(drafter, target):
+    """X05: `layers.0.` instead of `midlayer.`, the name that published drafters have and every engine takes."""
+    tensors = load_file(drafter / native.WEIGHTS)
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, drafter / native.WEIGHTS)
+    assert "midlayer.hidden_norm.weight is missing" in refusal(drafter, target)
+
+
 def test_an_embedding_of_the_targets_shape_may_be_there(drafter, target):
     change(drafter, **{native.EMBEDDING: torch.zeros(288, 128, dtype=torch.bfloat16)})
     assert native.EMBEDDING in native.check_folder(drafter, target)
