@@ -68,7 +68,8 @@ def serve(args: argparse.Namespace) -> None:
                 server.up(run_config, role)
         else:
             list(threads.map(lambda pair: server.up(*pair), roles))
-        rows = write_rows(ours, args.prompts, args.rows, args.tokens)
+        rows = text_rows(ours.target.model, args.prompts, args.rows, args.tokens)
+        write_rows(ours, rows)
         dataset = write_dataset(args.out / "dataset", rows)
         tokens = sum(map(len, rows))
         metric("rows", len(rows))
@@ -92,11 +93,11 @@ def serve(args: argparse.Namespace) -> None:
             metric(f"ours_against_{name}", best["ours"] / rate)
 
 
-def write_rows(run_config: config.Config, prompts: Path, count: int, tokens: int) -> list[list[int]]:
-    """A finished stage 01b of real text: `count` rows whose lengths spread around `tokens`."""
+def text_rows(model: Path, prompts: Path, count: int, tokens: int) -> list[list[int]]:
+    """Token ids of real text: `count` rows whose lengths spread around `tokens`."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(run_config.target.model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     texts = []
     with open(prompts, encoding="utf-8") as file:
         for line in file:
@@ -105,27 +106,31 @@ def write_rows(run_config: config.Config, prompts: Path, count: int, tokens: int
     while len(stream) < count * tokens * 3 // 2:
         stream += stream
     choose = random.Random(0)
+    rows, position = [], 0
+    for _ in range(count):
+        length = choose.randint(tokens // 2, tokens * 3 // 2)
+        rows.append(stream[position : position + length])
+        position += length
+    return rows
+
+
+def write_rows(run_config: config.Config, rows: list[list[int]]) -> None:
+    """A finished stage 01b of these token ids."""
     args = argparse.Namespace(limit=None, dry_run=False)
     upstream = stage.Stage("01b_synthetic", run_config, args)
     upstream.begin(["target.model"])
-    rows, position = [], 0
     with open(upstream.folder / "shard-00000.jsonl", "w") as file:
-        for number in range(count):
-            length = choose.randint(tokens // 2, tokens * 3 // 2)
-            ids = stream[position : position + length]
-            position += length
+        for number, ids in enumerate(rows):
             name = contracts.content_id(number)
             row = contracts.Row(
-                row_id=name, conv_id=name, source="bench", turn=0, input_ids=ids, supervised=[[1, length]],
+                row_id=name, conv_id=name, source="bench", turn=0, input_ids=ids, supervised=[[1, len(ids)]],
                 think_end=None, reasoning=None, content="",
                 finish_reason="stop", sampling={},
                 usage={}, model="bench",
             )  # fmt: skip
             file.write(json.dumps(row.to_record()) + "\n")
-            rows.append(ids)
-    upstream.counts.total = upstream.counts.done = count
+    upstream.counts.total = upstream.counts.done = len(rows)
     upstream.finish()
-    return rows
 
 
 def write_dataset(folder: Path, rows: list[list[int]]) -> Path:

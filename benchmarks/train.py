@@ -10,6 +10,8 @@ printed as `METRIC name value` as soon as they are known.
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 PEAK = 790e12  # dense bf16 matrix FLOP/s measured on an H200
-PARTS = {"step": 210, "long": 60, "files": 90, "profile": 60, "stage": 100, "save": 120}  # name -> seconds at most
+PARTS = {"step": 210, "long": 60, "files": 120, "profile": 60, "stage": 400, "save": 120}  # name -> seconds at most
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def random_weights(shape: Shape) -> dict:
     return draw | {"d2t": kept - torch.arange(shape.draft_vocab, device=device()), "t2d": marked}
 
 
+@functools.cache
 def host_pack(shape: Shape, pack: int):
     """A pack of random states in (pinned) host memory."""
     import torch
@@ -468,13 +471,13 @@ KERNELS = {
 
 
 def part_files(shape: Shape, arguments) -> None:
-    """The same step fed from files on disk by the project's own loader."""
+    """The same step fed from files on disk by the project's own loader, beside plain readers of the same files."""
     import torch
 
     from drafter import contracts, data, states
 
     with scratch() as folder:
-        rows_per_pack, packs = shape.pack // shape.row, 10
+        rows_per_pack, packs = shape.pack // shape.row, 16
         free_gb = shutil.disk_usage(folder).free / 1e9
         row_gb = shape.row * 4 * shape.hidden * 2 / 1e9
         packs = max(3, min(packs, int(free_gb * 0.4 / (row_gb * rows_per_pack))))
@@ -496,31 +499,81 @@ def part_files(shape: Shape, arguments) -> None:
             )
         os.sync()
         metric("files_write_gb_per_s", written / 1e9 / (time.perf_counter() - started))
-        for entry in entries:  # out of the page cache, as states of a night are
-            fd = os.open(folder / entry.path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+        paths = [folder / entry.path for entry in entries]
+        for threads, name in itertools.product((4, 16), ("buffered", "direct")):
+            with contextlib.suppress(OSError):  # a file system may know no direct reads
+                seconds = plain_reads(paths, threads, os.O_DIRECT if name == "direct" else 0)
+                metric(f"files_plain_{name}_{threads}_threads_gb_per_s", written / 1e9 / seconds)
         rows = data.examples(entries, shape.pack, shape.steps, contracts.Counts(total=len(entries)))
         runner = Ours(shape, shape.pack, folder)
         for _ in range(3):
             runner.step()
-        pin = torch.cuda.is_available()
-        reader = data.Reader(folder, tuple(facts_ids), shape.steps, reasons=False, pin=pin)
-        for epoch, name in enumerate(("cold", "warm")):
-            loader = data.Loader(reader, device(), arguments.workers)
+        reader = data.Reader(folder, tuple(facts_ids), shape.steps, reasons=False, pin=torch.cuda.is_available())
+        own, unused = arguments.workers, float("inf")
+        turns = [("cold_at_20k", 20_000, own), ("cold", None, own), ("warm", None, own)]
+        turns += [("cold_unused", unused, own), ("cold_unused_12_workers", unused, 12)]
+        for epoch, (name, rate, workers) in enumerate(turns):
+            if name != "warm":
+                forget(paths)
+            loader = data.Loader(reader, device(), workers)
             plan = data.Plan(rows, shape.pack, 1, 1, seed=epoch)
             feed = loader.packs((members, True) for step in plan.steps for members in step.packs)
-            runner.step_from(next(feed))
+            begun = time.perf_counter()
+            first = next(feed)
             synchronize()
-            loader.waited, tokens, started = 0.0, 0, time.perf_counter()
-            for pack in feed:
-                runner.step_from(pack)
+            waited, tokens = loader.waited, 0  # the first wait is a start's, not a step's
+            started = begun if rate == unused else time.perf_counter()
+            for pack in itertools.chain([first], feed):
+                if rate != unused:
+                    runner.step_from(pack)
+                    synchronize()
                 tokens += len(pack.input_ids)
-            synchronize()
+                if rate:
+                    time.sleep(max(0.0, started + tokens / rate + loader.waited - waited - time.perf_counter()))
             seconds = time.perf_counter() - started
             metric(f"files_{name}_tokens_per_s", tokens / seconds)
             metric(f"files_{name}_read_gb_per_s", tokens * 4 * shape.hidden * 2 / 1e9 / seconds)
-            metric(f"files_{name}_waiting_share", loader.waited / seconds)
+            if rate != unused:
+                metric(f"files_{name}_waiting_share", (loader.waited - waited) / seconds)
+
+
+def forget(paths: list[Path]) -> None:
+    """Out of the page cache, as states of a night are."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def plain_reads(paths: list[Path], threads: int, flags: int) -> float:
+    """Seconds to read every file once, by nothing but reads of 8 MiB into one buffer a thread."""
+    import mmap
+    import queue
+    from concurrent.futures import ThreadPoolExecutor
+
+    forget(paths)
+    waiting: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for path in paths:
+        waiting.put(path)
+
+    def read() -> None:
+        block = mmap.mmap(-1, 8 << 20)  # page aligned, as direct reads need it
+        with contextlib.suppress(queue.Empty):
+            while True:
+                fd, position = os.open(waiting.get_nowait(), os.O_RDONLY | flags), 0
+                try:
+                    while got := os.preadv(fd, [block], position):
+                        position += got
+                        if position % mmap.PAGESIZE:
+                            break  # the end of the file
+                finally:
+                    os.close(fd)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(read) for _ in range(threads)]:
+            done.result()
+    return time.perf_counter() - started
 
 
 def part_save(shape: Shape, arguments) -> None:
@@ -572,14 +625,16 @@ def make_run(folder: Path, tiny: bool) -> list[str]:
     captured = folder / "runs/bench/02_hidden_states"
     captured.mkdir(parents=True)
     records = []
+    drawn = torch.randn(2048, 4, hidden, generator=generator).bfloat16()  # each row is a stretch of these
     for index in range(rows):
         row_id = f"{index:032x}"[::-1]
         tokens = int(torch.randint(150, 450, (), generator=generator))
+        first = int(torch.randint(len(drawn) - tokens, (), generator=generator))
         path = captured / contracts.states_path(row_id)
         path.parent.mkdir(exist_ok=True)
         tensors = {
             "token_ids": torch.randint(vocab, (tokens,), generator=generator),
-            "hidden_states": torch.randn(tokens, 4, hidden, generator=generator).bfloat16(),
+            "hidden_states": drawn[first : first + tokens].clone(),
         }
         size = states.write(path, tensors, states.metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
         spans = [[tokens // 3, tokens]]
@@ -602,26 +657,120 @@ def make_run(folder: Path, tiny: bool) -> list[str]:
 
 
 def part_stage(shape: Shape, arguments) -> None:
-    """The whole of stage 04 as a user starts it: SmolLM2's shape, 2,000 rows, 3 epochs, packs of 4,096."""
+    """The whole of training as a user starts it, ours and speculators' in turns on the same rows: A B A B.
+
+    SmolLM2's shape, 2,000 rows, 3 epochs, packs of 4,096. The caches of compiled kernels are empty in the first turn
+    and kept for the second.
+    """
     with scratch() as folder:
-        command = [sys.executable, *make_run(folder, arguments.tiny)]
-        command += ["--set", f"train.loader_workers={arguments.workers}"]
-        started = time.perf_counter()
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        seconds = time.perf_counter() - started
-        summary = json.loads(done.stdout.splitlines()[-1])
-        if done.returncode:
-            raise SystemExit(f"stage 04 failed: {summary.get('error')}")
-        seen = summary["facts"]["tokens_seen"]
-        metric("stage_tokens", seen)
-        metric("stage_process_s", seconds)
-        metric("stage_process_tokens_per_s", seen / seconds)
-        metric("stage_body_s", summary["seconds"])
-        log = folder / "runs/bench/04_train/metrics.jsonl"
-        steps = [json.loads(line) for line in log.read_text().splitlines()]
-        rates = sorted(record["tokens_per_s"] for record in steps if record["kind"] == "train")
-        metric("stage_step_tokens_per_s_median", rates[len(rates) // 2])
-        metric("stage_validation_s", sum(record["seconds"] for record in steps if record["kind"] == "validation"))
+        ours = make_run(folder, arguments.tiny)
+        theirs, trained = make_library_run(folder, arguments.tiny)
+        for turn, state in enumerate(("cold", "cached")):
+            caches = {f"{name}_CACHE_DIR": str(folder / "caches" / name) for name in ("TORCHINDUCTOR", "TRITON")}
+            environment = os.environ | caches
+            own = ["--set", f"run.name=turn{turn}", "--set", f"train.loader_workers={arguments.workers}"]
+            own += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
+            stage_turn(
+                [sys.executable, *ours, *own], environment, f"stage_{state}", folder / f"runs/turn{turn}/04_train"
+            )
+            if torch_sees_a_gpu():  # its trainer runs on nothing else
+                line = [*theirs, "--save-path", str(folder / f"library{turn}")]
+                started = time.perf_counter()
+                done = subprocess.run(line, env=environment, capture_output=True, text=True)
+                seconds = time.perf_counter() - started
+                if done.returncode:
+                    print((done.stdout + done.stderr)[-2000:], flush=True)
+                    raise SystemExit(f"speculators train failed: {done.returncode}")
+                metric(f"stage_{state}_speculators_process_s", seconds)
+                metric(f"stage_{state}_speculators_process_tokens_per_s", trained / seconds)
+
+
+def torch_sees_a_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def stage_turn(line: list[str], environment: dict[str, str], name: str, folder: Path) -> None:
+    started = time.perf_counter()
+    done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True)
+    seconds = time.perf_counter() - started
+    summary = json.loads(done.stdout.splitlines()[-1])
+    if done.returncode:
+        raise SystemExit(f"stage 04 failed: {summary.get('error')}")
+    seen = summary["facts"]["tokens_seen"]
+    metric(f"{name}_process_s", seconds)
+    metric(f"{name}_process_tokens_per_s", seen / seconds)
+    metric(f"{name}_body_s", summary["seconds"])
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    train = [record for record in steps if record["kind"] == "train"]
+    spent = [(r["tokens"] - p["tokens"]) / r["tokens_per_s"] for p, r in zip(train, train[1:], strict=False)]
+    metric(f"{name}_first_step_s", train[0]["tokens"] / train[0]["tokens_per_s"])
+    metric(f"{name}_steps_s", sum(spent))
+    rates = sorted(record["tokens_per_s"] for record in train)
+    metric(f"{name}_step_tokens_per_s_median", rates[len(rates) // 2])
+    slow = [s for s in spent if s > 0.5]
+    metric(f"{name}_steps_beyond_half_a_second", str(len(slow)))
+    validations = [record["seconds"] for record in steps if record["kind"] == "validation"]
+    metric(f"{name}_validations_s", sum(validations))
+    metric(f"{name}_first_validation_s", validations[0])
+    metric(f"{name}_expected_acceptance", steps[-1].get("expected_acceptance", 0.0))
+    metric(f"{name}_event_files", str(len(list(folder.glob("tensorboard/*")))))
+
+
+LIBRARY_TRAIN = """
+from speculators.losses import fused
+# torch 2.11 cannot compile two kernels that share one list of configurations.
+fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
+from speculators.train.cli import main
+from speculators.train.config import TrainConfig
+if __name__ == "__main__":
+    main(TrainConfig.resolve())
+"""
+
+
+def make_library_run(folder: Path, tiny: bool) -> tuple[list[str], int]:
+    """The rows of `make_run` as speculators reads them; its command line, and the tokens that it trains on."""
+    import numpy as np
+    from datasets import Dataset
+
+    from drafter import data, states
+
+    captured = folder / "runs/bench/02_hidden_states"
+    vocab, draft_vocab, pack = (512, 256, 512) if tiny else (49152, 32000, 4096)
+    dataset = folder / "library"
+    (dataset / "hidden_states").mkdir(parents=True)
+    columns: dict[str, list] = {"input_ids": [], "loss_mask": [], "seq_len": []}
+    entries = data.read_index(captured)
+    for number, entry in enumerate(entries):
+        ids = states.read_header(captured / entry.path).token_ids
+        mask = np.zeros(len(ids), dtype=np.int64)
+        for start, end in entry.supervised:
+            mask[start:end] = 1
+        columns["input_ids"].append(ids.tolist())
+        columns["loss_mask"].append(mask.tolist())
+        columns["seq_len"].append(len(ids))
+        (dataset / f"hidden_states/hs_{number}.safetensors").symlink_to(captured / entry.path)
+    rows = Dataset.from_dict(columns)
+    rows.set_format("torch")
+    rows.save_to_disk(str(dataset))
+    kept = np.arange(draft_vocab) * (vocab // draft_vocab)
+    marked = np.zeros(vocab, dtype=bool)
+    marked[kept] = True
+    np.save(dataset / f"d2t-{draft_vocab}.npy", kept - np.arange(draft_vocab))
+    np.save(dataset / f"t2d-{draft_vocab}.npy", marked)
+    script = folder / "library_train.py"
+    script.write_text(LIBRARY_TRAIN)
+    options = {
+        "speculator-type": "eagle3", "verifier-name-or-path": folder / "model", "data-path": dataset,
+        "draft-vocab-size": draft_vocab, "target-layer-ids": "2 15 27", "mask-token-id": 0,
+        "full-attention-indices": 0, "total-seq-len": pack, "train-data-ratio": 0.9, "on-missing": "raise",
+        "optimizer": "adamw", "lr": 1e-4, "epochs": 3, "num-workers": 4, "log-dir": folder / "library_logs",
+    }  # fmt: skip
+    command = [sys.executable, str(script)]
+    for name, value in options.items():
+        command += [f"--{name}", *str(value).split()]
+    return command, 3 * sum(columns["seq_len"][: int(0.9 * len(entries))])
 
 
 def main() -> None:

@@ -5,126 +5,253 @@
     python benchmarks/train_scaling.py --tiny          the same code on gloo ranks of a CPU
 
 The Kimi-shaped drafter on random states, a pack of 8,192 a rank, 3 TTT steps, head frozen. PCIe machines without
-peer-to-peer copies behave as with `NCCL_P2P_DISABLE=1`. At the end one epoch in SmolLM2's shape on one rank and on
-all, at equal global batch: the same losses. Figures are printed as `METRIC name value` as soon as they are known.
+peer-to-peer copies behave as with `NCCL_P2P_DISABLE=1`. Then one epoch in SmolLM2's shape on one rank, twice, and
+on all: by DDP, by what `auto` chooses without peer-to-peer copies, by FSDP2 ended and resumed on half of them.
+Figures are printed as `METRIC name value` as soon as they are known; the most important come first, and what would
+begin after `--seconds` is left out.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train as bench
 
-KINDS = {"ddp": ("ddp", True), "fsdp2": ("fsdp2", True), "fsdp2_gathered": ("fsdp2", False)}  # kind, reshard
-SECONDS = 120  # of one measurement at most
+KINDS = {"ddp": ("ddp", False), "fsdp2": ("fsdp2", True), "fsdp2_gathered": ("fsdp2", False)}  # kind, reshard
+SECONDS = 120  # of one launch at most
 
 
-def launch(world: int, script: list[str], environment: dict[str, str], **options) -> subprocess.CompletedProcess:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(port), *script]
-    return subprocess.run(command, env=os.environ | environment, timeout=SECONDS, **options)
+# Inside torchrun
 
 
-def measure(kind: str, arguments) -> None:
-    """Inside torchrun: steps of one kind; rank 0 prints one JSON line."""
+def measure(arguments) -> None:
+    """Steps of each kind; rank 0 prints one JSON line a kind."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     from drafter import parallel
 
     shape = bench.TINY if arguments.tiny else bench.KIMI
-    with parallel.ranks() as ranks, bench.scratch() as folder:
-        wrapper, reshard = KINDS[kind]
-        runner = bench.Ours(
+    with parallel.ranks() as ranks:
+        for kind in arguments.measure.split(","):
+            bench.free()
+            with build(kind, shape, ranks) as runner:
+                for _ in range(3):
+                    runner.step()
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = timed(runner, ranks, arguments.steps)
+                facts = {"kind": kind, "seconds": seconds, "peak_gib": bench.peak_gb()}
+                report(ranks, facts | {"communication_s": communication(runner)})
+        for kind in arguments.save.split(",") if arguments.save else ():
+            bench.free()
+            with build(kind, shape, ranks) as runner:
+                runner.step()
+                bench.synchronize()
+                ranks.barrier()
+                report(ranks, {"kind": kind} | save(runner, ranks))
+
+
+@contextmanager
+def build(kind: str, shape: "bench.Shape", ranks):
+    from drafter import parallel
+
+    wrapper, reshard = KINDS[kind]
+    with bench.scratch() as folder:
+        yield bench.Ours(
             shape,
             shape.pack,
             folder,
             wrap=lambda model, compute: parallel.wrap(model, wrapper, ranks, compute, reshard),
         )
-        for _ in range(3):
-            runner.step()
-        bench.synchronize()
-        ranks.barrier()
-        started = time.perf_counter()
-        for _ in range(arguments.steps):
-            runner.step()
-        bench.synchronize()
-        ranks.barrier()
-        seconds = (time.perf_counter() - started) / arguments.steps
-        activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
-        with profile(activities=activities) as trace:
-            for _ in range(2):
-                runner.step()
-            bench.synchronize()
-        moved = sum(
-            event.self_device_time_total if torch.cuda.is_available() else event.self_cpu_time_total
-            for event in trace.key_averages()
-            if "nccl" in event.key.lower() or "gloo" in event.key.lower()
-        )
-        if ranks.main:
-            facts = {"seconds": seconds, "peak_gib": bench.peak_gb(), "communication_s": moved / 2 / 1e6}
-            print("RESULT " + json.dumps(facts), flush=True)
 
 
-def scaling(worlds: list[int], arguments) -> None:
+def timed(runner, ranks, steps: int) -> float:
+    """Seconds of one step."""
+    bench.synchronize()
+    ranks.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        runner.step()
+    bench.synchronize()
+    ranks.barrier()
+    return (time.perf_counter() - started) / steps
+
+
+def communication(runner, steps: int = 2) -> float:
+    """Seconds a step in which this rank's device moves numbers between ranks or waits for others to."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+        for _ in range(steps):
+            runner.step()
+        bench.synchronize()
+    moving = [
+        event for event in trace.key_averages() if re.match("nccl.*kernel" if on_gpu else "gloo:", event.key, re.I)
+    ]
+    return sum(e.self_device_time_total if on_gpu else e.cpu_time_total for e in moving) / steps / 1e6
+
+
+def save(runner, ranks) -> dict[str, float]:
+    """What a signal waits for: masters and moments gathered on rank 0, written, durable."""
+    from drafter import checkpoint, draft, parallel
+
+    started = time.perf_counter()
+    weights = parallel.gathered(draft.native_weights(runner.model, keep_embedding=False), ranks)
+    state = runner.optimizer.state
+    kinds, parameters = ("exp_avg", "exp_avg_sq"), enumerate(runner.parameters)
+    moments = {f"{n}.{kind}": state[p][kind] for n, p in parameters for kind in kinds}
+    moments = parallel.gathered(moments, ranks)
+    copied = time.perf_counter() - started
+    with bench.scratch() as folder:
+        ranks.on_main(lambda: checkpoint.save(checkpoint.step_path(folder, 1), weights, {}, moments, {}))
+        seconds = time.perf_counter() - started
+    size = sum(t.numel() * t.element_size() for t in (*weights.values(), *moments.values()))
+    return {"save_s": seconds, "gather_s": copied, "save_gb": size / 1e9}
+
+
+def report(ranks, facts: dict) -> None:
+    if ranks.main:
+        print("RESULT " + json.dumps(facts), flush=True)
+
+
+# Outside
+
+
+class Launch:
+    """Ranks of one script, as torchrun would start them, that end together."""
+
+    def __init__(self, world: int, script: list[str], environment: dict[str, str], stdout: int):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        self.processes: list[subprocess.Popen] = []
+        for rank in range(world):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, *script],
+                    env=os.environ | address | environment | own,
+                    stdout=subprocess.DEVNULL if rank else stdout,
+                    text=True,
+                )
+            )
+        self.main = self.processes[0]
+        self.watch = threading.Thread(target=self._watch)
+        self.watch.start()
+
+    def _watch(self) -> None:
+        """Until all have ended; the first that fails, or the time limit, ends the others."""
+        deadline = time.monotonic() + SECONDS
+        while any(process.poll() is None for process in self.processes):
+            if any(process.returncode for process in self.processes):
+                deadline = min(deadline, time.monotonic() + 5)
+            if time.monotonic() > deadline:
+                for process in self.processes:
+                    process.kill()
+            time.sleep(0.02)
+
+    def wait(self) -> int:
+        """Exit code of the first rank that failed, or 0."""
+        self.watch.join()
+        return next((process.returncode for process in self.processes if process.returncode), 0)
+
+
+def scaling(world: int, peer: bool, arguments, alone: float | None, saves: str = "") -> float | None:
+    """One line of the table for each kind. Returns tokens/s of the first."""
     shape = bench.TINY if arguments.tiny else bench.KIMI
-    alone = None
-    for world in worlds:
-        for kind in KINDS if world > 1 else ("ddp",):
-            for peer in (True, False) if world > 1 and not arguments.tiny else (True,):
-                name = f"scaling_{world}_{kind}" + ("" if peer else "_nop2p") if world > 1 else "scaling_1"
-                script = [__file__, "--measure", kind, "--steps", str(arguments.steps)]
-                script += ["--tiny"] if arguments.tiny else []
-                threads = {"OMP_NUM_THREADS": "1"} if arguments.tiny else {}
-                try:
-                    done = launch(
-                        world, script, threads | ({} if peer else {"NCCL_P2P_DISABLE": "1"}),
-                        stdout=subprocess.PIPE, text=True,
-                    )  # fmt: skip
-                except subprocess.TimeoutExpired:
-                    print(f"{name}: time limit", flush=True)
-                    continue
-                lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-                if not lines:
-                    print(f"{name}: failed, exit code {done.returncode}", flush=True)
-                    continue
-                facts = json.loads(lines[-1].removeprefix("RESULT "))
-                rate = world * shape.pack / facts["seconds"]
-                alone = alone or rate
-                bench.metric(f"{name}_tokens_per_s", rate)
-                bench.metric(f"{name}_efficiency", rate / (alone * world))
-                bench.metric(f"{name}_peak_gib", facts["peak_gib"])
-                bench.metric(f"{name}_communication_share", facts["communication_s"] / facts["seconds"])
+    kinds = ",".join(KINDS) if world > 1 else "ddp"
+    script = [__file__, "--measure", kinds, "--save", saves, "--steps", str(arguments.steps)]
+    script += ["--tiny"] if arguments.tiny else []
+    launch = Launch(world, script, {} if peer else {"NCCL_P2P_DISABLE": "1"}, subprocess.PIPE)
+    first = None
+    for line in launch.main.stdout:
+        if not line.startswith("RESULT "):
+            continue
+        facts = json.loads(line.removeprefix("RESULT "))
+        kind = facts.pop("kind")
+        name = f"scaling_{world}_{kind}" + ("" if peer else "_nop2p") if world > 1 else "scaling_1"
+        if "save_s" in facts:
+            for key, value in facts.items():
+                bench.metric(f"{name}_{key}", value)
+            continue
+        rate = world * shape.pack / facts["seconds"]
+        first = first or rate
+        bench.metric(f"{name}_tokens_per_s", rate)
+        if alone or world == 1:
+            bench.metric(f"{name}_efficiency", rate / ((alone or rate) * world))
+        bench.metric(f"{name}_peak_gib", facts["peak_gib"])
+        bench.metric(f"{name}_communication_share", facts["communication_s"] / facts["seconds"])
+    if code := launch.wait():
+        print(f"scaling on {world}, peer to peer {peer}: exit code {code}", flush=True)
+    return first
 
 
 def equal_losses(world: int, arguments) -> None:
-    """One epoch on one rank and on `world`, at equal global batch."""
-    losses = {}
-    for ranks in (1, world):
-        with bench.scratch() as folder:
-            script = bench.make_run(folder, arguments.tiny)
-            pack = 512 if arguments.tiny else 4096
-            script += ["--set", "train.epochs=1", "--set", f"train.tokens_per_step={world * pack}"]
-            done = launch(ranks, script, {}, stdout=subprocess.DEVNULL)
-            if done.returncode:
-                print(f"equal losses: {ranks} ranks failed", flush=True)
-                return
-            log = folder / "runs/bench/04_train/metrics.jsonl"
-            records = [json.loads(line) for line in log.read_text().splitlines()]
-            losses[ranks] = [record["loss_total"] for record in records if record["kind"] == "train"]
-    pairs = list(zip(losses[1], losses[world], strict=True))
-    bench.metric("equal_steps", len(pairs))
-    bench.metric("equal_largest_relative_difference", max(abs(a - b) / a for a, b in pairs))
+    """One epoch each: the same losses as on one rank, step by step, at equal global batch."""
+    pack = 512 if arguments.tiny else 4096
+    alone, everything = {"CUDA_VISIBLE_DEVICES": "0"}, {}
+    runs = {  # ranks, kind, environment
+        "one": (1, "ddp", alone),
+        "again": (1, "ddp", alone),
+        "ddp": (world, "ddp", everything),
+        "auto": (world, "auto", {"NCCL_P2P_DISABLE": "1"}),
+        "fsdp2_ended": (world, "fsdp2", everything),
+    }
+    with bench.scratch() as folder:
+        script = bench.make_run(folder, arguments.tiny)
+        script += ["--set", "train.epochs=1", "--set", f"train.tokens_per_step={world * pack}"]
+        script += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
+
+        def start(name: str, ranks: int, kind: str, environment: dict[str, str]) -> Launch:
+            own = ["--set", f"run.name={name}", "--set", f"train.parallel={kind}"]
+            return Launch(ranks, [*script, *own], environment, subprocess.DEVNULL)
+
+        def losses(name: str) -> list[float]:
+            log = folder / f"runs/{name}/04_train/metrics.jsonl"
+            lines = log.read_text().split("\n")[:-1] if log.exists() else []
+            return [record["loss_total"] for record in map(json.loads, lines) if record["kind"] == "train"]
+
+        launches: dict[str, Launch] = {}
+        for name, run in runs.items():
+            launches[name] = start(name, *run)
+            if arguments.tiny and name != "fsdp2_ended":  # GPUs carry several small runs at once
+                launches[name].wait()
+        ended = launches.pop("fsdp2_ended")
+        while ended.main.poll() is None and len(losses("fsdp2_ended")) < 4:
+            time.sleep(0.02)
+        started = time.perf_counter()
+        ended.main.send_signal(signal.SIGTERM)
+        bench.metric("sigterm_exit_code", str(ended.wait()))
+        bench.metric("sigterm_exit_s", time.perf_counter() - started)
+        bench.metric("sigterm_at_step", str(len(losses("fsdp2_ended"))))
+        for launch in launches.values():
+            launch.wait()
+        start("fsdp2_ended", max(1, world // 2), "fsdp2", everything).wait()
+        whole = losses("one")
+        bench.metric("equal_steps", str(len(whole)))
+        for name in [*runs][1:]:
+            found = losses(name)
+            if not whole or len(found) != len(whole):
+                print(f"losses of {name}: {len(found)} steps, not {len(whole)}", flush=True)
+                continue
+            differences = sorted(abs(a - b) / a for a, b in zip(whole, found, strict=True))
+            bench.metric(f"equal_{name}_largest_relative_difference", differences[-1])
+            bench.metric(f"equal_{name}_median_relative_difference", differences[len(differences) // 2])
 
 
 def main() -> None:
@@ -132,19 +259,34 @@ def main() -> None:
     parser.add_argument("--worlds", help="numbers of ranks; default 1, 2, 4, 8 as far as there are GPUs")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=3600, help="nothing begins after so many")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # inside torchrun
+    parser.add_argument("--save", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        measure(arguments.measure, arguments)
+        measure(arguments)
         return
+    if arguments.tiny:
+        os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.worlds:
         worlds = [int(world) for world in arguments.worlds.split(",")]
     else:
         gpus = 2 if arguments.tiny or not shutil.which("nvidia-smi") else _gpus()
         worlds = [world for world in (1, 2, 4, 8) if world <= gpus]
-    scaling(worlds, arguments)
-    if worlds[-1] > 1:
-        equal_losses(worlds[-1], arguments)
+    begun = time.perf_counter()
+    alone = scaling(1, True, arguments, None) if 1 in worlds else None
+    parts: list[Callable] = []
+    if many := [world for world in worlds if world > 1]:
+        most, fewer = many[-1], many[:-1]
+        parts = [lambda: scaling(most, True, arguments, alone, saves="ddp,fsdp2_gathered")]
+        parts += [lambda: scaling(most, False, arguments, alone)]
+        parts += [lambda world=world: scaling(world, True, arguments, alone) for world in fewer]
+        parts += [lambda: equal_losses(most, arguments)]
+        parts += [lambda world=world: scaling(world, False, arguments, alone) for world in fewer]
+    for part in parts:
+        if time.perf_counter() - begun < arguments.seconds:
+            part()
+            bench.metric("elapsed_s", time.perf_counter() - begun)
 
 
 def _gpus() -> int:

@@ -1,9 +1,13 @@
 """Ranks: one process or many, a CPU or GPUs, DDP or FSDP2, behind one small interface."""
 
 import contextlib
+import copy
+import gc
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,7 +16,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+log = logging.getLogger("drafter")
+
 Kind = Literal["ddp", "fsdp2"]
+Step = Callable[[torch.nn.Module], None]  # a forward and a backward pass
+
+STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32
+STATE_SHARE = 0.5  # of a GPU's memory that they may take; the rest is for activations
+TRIAL_STEPS = 3
 
 
 class MainFailed(Exception):
@@ -34,6 +45,17 @@ class Ranks:
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def copies_directly(self) -> bool:
+        """Whether NCCL can copy from every other rank's GPU without the host's memory between them."""
+        if (
+            os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
+            or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != self.world
+        ):
+            return False
+        others = set(range(self.world)) - {self.device.index}
+        return all(torch.cuda.can_device_access_peer(self.device, other) for other in others)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over ranks, in place."""
@@ -72,19 +94,47 @@ def ranks() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32
-STATE_SHARE = 0.5  # of a GPU's memory that they may take; the rest is for activations
+def choose(
+    asked: Kind | Literal["auto"], model: torch.nn.Module, own: Ranks, compute: torch.dtype, step: Step
+) -> Kind:
+    """What `auto` means here.
 
-
-def choose(asked: Literal["auto", "ddp", "fsdp2"], model: torch.nn.Module, device: torch.device) -> Kind:
-    """DDP where every rank can hold the whole state, which then needs no gathering; FSDP2 elsewhere."""
+    FSDP2 where a rank cannot hold the whole state. Where it can and GPUs copy from each other, DDP was the faster one
+    (docs/measurements.md). Otherwise it depends on how the box moves numbers, so three steps of each kind decide.
+    """
     if asked != "auto":
         return asked
-    if device.type != "cuda":
+    if own.world == 1 or own.device.type != "cuda":
         return "ddp"
     numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    available = torch.cuda.get_device_properties(device).total_memory
-    return "ddp" if STATE_BYTES * numbers < STATE_SHARE * available else "fsdp2"
+    if STATE_BYTES * numbers > STATE_SHARE * torch.cuda.get_device_properties(own.device).total_memory:
+        return "fsdp2"
+    return "ddp" if own.copies_directly else quickest(model, own, compute, step)
+
+
+def quickest(model: torch.nn.Module, own: Ranks, compute: torch.dtype, step: Step) -> Kind:
+    """The kind whose steps take the least time, the same on every rank. `model` stays as it is."""
+    seconds: dict[Kind, float] = {}
+    for kind in get_args(Kind):
+        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}  # shared with the copy
+        trial = wrap(copy.deepcopy(model, frozen), kind, own, compute)
+        optimizer = torch.optim.AdamW([p for p in trial.parameters() if p.requires_grad], lr=0.0, fused=True)
+        times = []
+        for _ in range(1 + TRIAL_STEPS):  # the first one compiles
+            started = time.perf_counter()
+            step(trial)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            own.barrier()
+            if own.device.type == "cuda":
+                torch.cuda.synchronize(own.device)
+            times.append(time.perf_counter() - started)
+        seconds[kind] = float(own.sum(torch.tensor(min(times[1:]), device=own.device))) / own.world
+        del trial, optimizer
+        gc.collect()
+    if own.main:
+        log.info("a step takes %s", ", ".join(f"{s:.3f} s with {kind}" for kind, s in seconds.items()))
+    return min(seconds, key=seconds.get)
 
 
 def wrap(
@@ -123,6 +173,16 @@ def gradient_sync(wrapped: torch.nn.Module, last: bool) -> Iterator[None]:
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; every rank must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(tensors: dict[str, Tensor], own: Ranks) -> dict[str, Tensor]:
+    """Whole tensors in rank 0's host memory, one after the other; empty elsewhere. Every rank must ask."""
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = whole(tensor.detach())
+        if own.main:
+            result[name] = tensor.cpu().contiguous()
+    return result
 
 
 def local(tensor: Tensor) -> Tensor:

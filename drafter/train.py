@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from drafter import artifacts, checkpoint, data, draft, layers, native, parallel, scratch
 from drafter.config import Config
 from drafter.contracts import Counts
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
 from drafter.metrics import Metrics, summary, summary_by_region
+from drafter.optimizer import Optimizer, learning_rate
 from drafter.stage import Progress, Stage, read_manifest, say
 from drafter.verifier import Verifier, read_last_layer, read_verifier
 
@@ -138,16 +138,6 @@ def is_finished(stage: Stage, dataset: Dataset) -> bool:
     )
 
 
-def learning_rate(step: int, total: int, config: Config) -> float:
-    """Linear warm-up, then a cosine to `min_lr_share`. A function of the step alone: resuming cannot shift it."""
-    train = config.train
-    warmup = max(1, round(train.warmup_share * total))
-    if step <= warmup:
-        return train.lr * step / warmup
-    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup + 1)))  # the last step still counts
-    return train.lr * (train.min_lr_share + (1 - train.min_lr_share) * cosine)
-
-
 class Training:
     """The loop and what it holds."""
 
@@ -216,14 +206,6 @@ class Training:
             rows = self.dataset.train + self.dataset.validation
             self.stage.facts["layer_losses"] = layers.check(self.model, config, rows)
         draft.trainable(self.model, train.trainable)
-        self.kind = parallel.choose(train.parallel, self.model, self.ranks.device)
-        self.wrapped = parallel.wrap(self.model, self.kind, self.ranks, self.compute)
-        self.parameters = draft.trainable(self.model, train.trainable)
-        self.optimizer = self._make_optimizer()
-        self.anchor = self._read_anchor() if train.l2_sp else None
-        if done:
-            self._load_moments(checkpoint.read_moments(done[-1]))
-            say("resuming from %s", done[-1].name)
         reader = data.Reader(
             self.dataset.folder,
             config.target.layer_ids,
@@ -232,6 +214,14 @@ class Training:
             pin=self.ranks.device.type == "cuda",
         )
         self.loader = data.Loader(reader, self.ranks.device, train.loader_workers)
+        asked = self._kind_before(done[-1]) if done else train.parallel
+        self.kind = parallel.choose(asked, self.model, self.ranks, self.compute, self._try)
+        self.wrapped = parallel.wrap(self.model, self.kind, self.ranks, self.compute)
+        parameters = draft.trainable(self.model, train.trainable)  # sharded by now
+        self.optimizer = Optimizer(parameters, train, native.read(train.warm_start)[0] if train.l2_sp else None)
+        if done:
+            self.optimizer.load(checkpoint.read_moments(done[-1]), self.position.step)
+            say("resuming from %s", done[-1].name)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Raises ConfigError naming what differs from the run that made the checkpoint."""
@@ -255,25 +245,18 @@ class Training:
             "trainable": sorted(self.config.train.trainable),
         }
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        train = self.config.train
-        decayed = [p for p in self.parameters.values() if p.ndim > 1]
-        plain = [p for p in self.parameters.values() if p.ndim == 1]
-        groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=train.betas, fused=True)
+    def _kind_before(self, step: Path) -> str:
+        """`auto` keeps, on as many ranks, what it chose: a resumed run adds its numbers in the same order."""
+        state, asked = checkpoint.read_state(step), self.config.train.parallel
+        same = state.get("ranks") == self.ranks.world
+        return state.get("parallel", asked) if asked == "auto" and same else asked
 
-    def _load_moments(self, moments: dict[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(self.position.step), device=parameter.device),
-                "exp_avg": parallel.like(moments[f"{name}.exp_avg"], parameter),
-                "exp_avg_sq": parallel.like(moments[f"{name}.exp_avg_sq"], parameter),
-            }
-
-    def _read_anchor(self) -> list[Tensor]:
-        """The warm start's own values, which L2-SP pulls towards."""
-        weights, _ = native.read(self.config.train.warm_start)
-        return [parallel.local(parallel.like(weights[n].float(), p)).clone() for n, p in self.parameters.items()]
+    def _try(self, model: torch.nn.Module) -> None:
+        """Forward and backward pass of a wrapped copy over this rank's first pack."""
+        share = self.dataset.plan.steps[0].share(self.ranks.rank, self.ranks.world)
+        scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
+        for pack in self.loader.packs(share[:1]):
+            model(pack, scale)[0].backward()
 
     def _say_facts(self) -> None:
         rows = self.dataset.train
@@ -281,7 +264,7 @@ class Training:
         counts = data.token_counts(rows, self.dataset.folder, self.config.target.architecture.vocab_size)
         kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
         outside = 1 - float(counts[kept].sum() / counts.sum())
-        numbers = sum(parallel.local(p).numel() for p in self.parameters.values())
+        numbers = sum(parallel.local(p).numel() for p in self.optimizer.parameters.values())
         frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
         self.stage.facts |= {
             "rows_train": len(rows),
@@ -289,9 +272,10 @@ class Training:
             "tokens": tokens,
             "supervised_share": round(anchors / tokens, 4),
             "out_of_vocabulary_share": round(outside, 4),
-            "trainable_parameters": sum(p.numel() for p in self.parameters.values()),
+            "trainable_parameters": sum(p.numel() for p in self.optimizer.parameters.values()),
             "state_gb": round((16 * numbers + frozen) / 1e9, 2),
             "ranks": self.ranks.world,
+            "parallel": self.kind,
         }
         if self.ranks.main:
             facts = self.stage.facts
@@ -330,7 +314,7 @@ class Training:
                 loss, stats = self.wrapped(next(self.stream), scale)
                 loss.backward()
             sums += stats
-        norm = parallel.whole(torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), train.grad_clip))
+        norm = self.optimizer.clip()
         # One transfer a step brings everything the host must know, before the update.
         signals = [float(self.signal == signal.SIGTERM), float(self.signal == signal.SIGINT)]
         sums = self.ranks.sum(torch.cat([sums.flatten(), sums.new_tensor(signals)]))
@@ -338,14 +322,8 @@ class Training:
         if not math.isfinite(norm):
             names = [row.entry.row_id for rows, _ in share for row in rows]
             raise ContractError(f"step {step.number}: loss or gradient is not finite; this rank's rows: {names}")
-        lr = learning_rate(step.number, len(self.dataset.plan.steps), self.config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.anchor is not None:
-            own = [parallel.local(p).detach() for p in self.parameters.values()]
-            torch._foreach_lerp_(own, self.anchor, lr * train.l2_sp)
+        lr = learning_rate(step.number, len(self.dataset.plan.steps), train)
+        self.optimizer.step(lr)
 
         seconds = time.perf_counter() - started
         self.position.step = step.number
@@ -409,17 +387,9 @@ class Training:
 
     def _save(self) -> None:
         """Gather on rank 0 and write there. Raises ResumableError when the disk is full; earlier steps stay."""
-        weights = {n: parallel.whole(t) for n, t in draft.native_weights(self.model, self.keeps_embedding).items()}
-        weights = (
-            {n: t.detach().to("cpu", copy=False).contiguous() for n, t in weights.items()} if self.ranks.main else {}
-        )
-        moments: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            for kind in ("exp_avg", "exp_avg_sq"):
-                tensor = parallel.whole(self.optimizer.state[parameter][kind])
-                if self.ranks.main:
-                    moments[f"{name}.{kind}"] = tensor.cpu().contiguous()
-        state = asdict(self.position) | self._identity() | {"ranks": self.ranks.world}
+        weights = parallel.gathered(draft.native_weights(self.model, self.keeps_embedding), self.ranks)
+        moments = parallel.gathered(self.optimizer.moments(), self.ranks)
+        state = asdict(self.position) | self._identity() | {"ranks": self.ranks.world, "parallel": self.kind}
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
         def write() -> None:

@@ -110,21 +110,26 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def start_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:
-    """Start stage 04 on `world` gloo ranks; their process ids."""
+def on_ranks(world: int, work: Callable[[], int]) -> list[int]:
+    """Start `work` on `world` gloo ranks of this machine; their process ids."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
 
     def rank(number: int) -> Callable[[], int]:
-        def work() -> int:
+        def joined() -> int:
             os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            return train(path, *overrides)[0]
+            os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            return work()
 
-        return work
+        return joined
 
     return [forked(rank(number)) for number in range(world)]
+
+
+def start_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:
+    """Start stage 04 on `world` gloo ranks; their process ids."""
+    return on_ranks(world, lambda: train(path, *overrides)[0])
 
 
 def train_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:

@@ -259,6 +259,27 @@ def test_merged_attention_is_dense_attention(kv_heads, steps):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("total", [1025, 20000])
+def test_a_packs_length_may_be_any(total):
+    """T09: no multiple of a block is needed, and a row packed with others has the gradients that it has alone."""
+    row, generator = 205, torch.Generator().manual_seed(0)
+    bounds = torch.tensor([*range(0, total, row), total])
+    keys = [torch.randn(total, 1, 4, generator=generator).requires_grad_() for _ in range(3)]
+    diagonal = [torch.randn(total, 1, 4, generator=generator).requires_grad_() for _ in range(2)]
+    grad = torch.randn(total, 1, 4, generator=generator)
+    inputs = [*keys, *diagonal]
+    packed = torch.autograd.grad(
+        attention.attend(*keys, [tuple(diagonal)], Documents(bounds, bounds, row, row)), inputs, grad
+    )
+    assert all(gradient.isfinite().all() for gradient in packed)
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        own = [tensor[start:end].detach().requires_grad_() for tensor in inputs]
+        one = torch.tensor([0, end - start])
+        out = attention.attend(*own[:3], [tuple(own[3:])], Documents(one, one, end - start, end - start))
+        for alone, together in zip(torch.autograd.grad(out, own, grad[start:end]), packed, strict=True):
+            torch.testing.assert_close(alone, together[start:end])
+
+
 @pytest.mark.parametrize("chunk_positions", [1, 4, 100])
 def test_the_chunked_loss_is_the_plain_one(chunk_positions, monkeypatch):
     steps, positions, hidden, vocab = 3, 11, 16, 40

@@ -334,15 +334,6 @@ def test_a_pull_without_a_warm_start_is_refused(target, tmp_path):
     assert code == 2 and "train.l2_sp" in summary["error"]
 
 
-def test_the_learning_rate_is_a_function_of_the_step(tmp_path, target):
-    path = captured.write_config(tmp_path, target, lr=1.0, warmup_share=0.1, min_lr_share=0.1)
-    run = config.load(path)
-    rates = [train.learning_rate(step, 100, run) for step in range(1, 101)]
-    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
-    assert all(a > b for a, b in zip(rates[9:], rates[10:], strict=False))
-    assert 0.1 < rates[-1] < 0.11
-
-
 def test_a_number_that_is_not_finite_stops_before_the_update(target, warm_start, tmp_path):
     path = captured.write_run(tmp_path, target, rows=12, warm_start=warm_start, save_every=1)
     stage_folder = path.parent / "runs/run/02_hidden_states"

@@ -52,7 +52,7 @@ def make_tiny_mla(folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", _text_config() | {"architectures": ["DeepseekV3ForCausalLM"]})
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -77,7 +77,7 @@ def make_tiny_kimi(folder: Path, seed: int = 0) -> Path:
         "dtype": "bfloat16",
     }  # fmt: skip
     _write_json(folder / "config.json", config)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     # The engine builds the image processor even when it serves text only.
     vision = {
         "in_patch_limit": 256, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
@@ -184,7 +184,8 @@ def _make_likely(model, shares: dict[int, float]) -> None:
         model.lm_head.weight[token] = (mean / mean.norm() ** 2 * (level + math.log(share))).to(torch.bfloat16)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """The byte-level tokenizer with its chat template alone."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

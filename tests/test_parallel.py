@@ -1,0 +1,58 @@
+"""Ranks: what `auto` means, on real gloo ranks."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from drafter import parallel
+from tests import captured
+
+FROZEN = 3
+
+
+def model_of_two() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, FROZEN))
+    model[1].requires_grad_(False)
+    return model
+
+
+@pytest.mark.timeout(60)
+def test_the_quicker_kind_is_taken_by_every_rank_and_nothing_moves(tmp_path):
+    """One rank alone is slowed down: it decides for all, since every step waits for it."""
+
+    def work() -> int:
+        with parallel.ranks() as ranks:
+            model, seen = model_of_two(), []
+
+            def step(trial: torch.nn.Module) -> None:
+                kind = "ddp" if isinstance(trial, DistributedDataParallel) else "fsdp2"
+                seen.append(kind)
+                time.sleep(0.1 * (kind == "ddp" and ranks.rank == 1))
+                trial(torch.ones(4, 8)).sum().backward()
+
+            kind = parallel.quickest(model, ranks, torch.float32, step)
+            same = all(
+                torch.equal(a, b) for a, b in zip(model.parameters(), model_of_two().parameters(), strict=True)
+            )
+            whole = all(type(p) is torch.nn.Parameter and p.grad is None for p in model.parameters())
+            found = {"kind": kind, "same": same and whole, "seen": seen}
+            (tmp_path / f"{ranks.rank}.json").write_text(json.dumps(found))
+        return 0
+
+    assert [captured.wait(pid) for pid in captured.on_ranks(2, work)] == [0, 0]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        steps = 1 + parallel.TRIAL_STEPS
+        assert found == {"kind": "fsdp2", "same": True, "seen": ["ddp"] * steps + ["fsdp2"] * steps}
+
+
+def test_auto_asks_for_no_trial_where_there_is_nothing_to_choose():
+    def never(_model: torch.nn.Module) -> None:
+        raise AssertionError
+
+    for asked, expected in {"auto": "ddp", "ddp": "ddp", "fsdp2": "fsdp2"}.items():
+        assert parallel.choose(asked, model_of_two(), parallel.Ranks(), torch.float32, never) == expected
