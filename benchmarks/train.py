@@ -477,7 +477,7 @@ def part_files(shape: Shape, arguments) -> None:
     from drafter import contracts, data, states
 
     with scratch() as folder:
-        rows_per_pack, packs = shape.pack // shape.row, 16
+        rows_per_pack, packs = shape.pack // shape.row, 14
         free_gb = shutil.disk_usage(folder).free / 1e9
         row_gb = shape.row * 4 * shape.hidden * 2 / 1e9
         packs = max(3, min(packs, int(free_gb * 0.4 / (row_gb * rows_per_pack))))
@@ -663,9 +663,10 @@ def part_stage(shape: Shape, arguments) -> None:
     and kept for the second.
     """
     with scratch() as folder:
-        ours = make_run(folder, arguments.tiny)
-        theirs, trained = make_library_run(folder, arguments.tiny)
-        for turn, state in enumerate(("cold", "cached")):
+        ours = [*make_run(folder, arguments.tiny), "--set", f"train.epochs={arguments.epochs}"]
+        theirs, rows = make_library_run(folder, arguments.tiny)
+        theirs, trained = [*theirs, "--epochs", str(arguments.epochs)], arguments.epochs * rows
+        for turn, state in enumerate(("cold", "cached")[: arguments.turns]):
             caches = {f"{name}_CACHE_DIR": str(folder / "caches" / name) for name in ("TORCHINDUCTOR", "TRITON")}
             environment = os.environ | caches
             own = ["--set", f"run.name=turn{turn}", "--set", f"train.loader_workers={arguments.workers}"]
@@ -730,7 +731,7 @@ if __name__ == "__main__":
 
 
 def make_library_run(folder: Path, tiny: bool) -> tuple[list[str], int]:
-    """The rows of `make_run` as speculators reads them; its command line, and the tokens that it trains on."""
+    """The rows of `make_run` as speculators reads them; its command line, and the tokens of an epoch."""
     import numpy as np
     from datasets import Dataset
 
@@ -765,12 +766,12 @@ def make_library_run(folder: Path, tiny: bool) -> tuple[list[str], int]:
         "speculator-type": "eagle3", "verifier-name-or-path": folder / "model", "data-path": dataset,
         "draft-vocab-size": draft_vocab, "target-layer-ids": "2 15 27", "mask-token-id": 0,
         "full-attention-indices": 0, "total-seq-len": pack, "train-data-ratio": 0.9, "on-missing": "raise",
-        "optimizer": "adamw", "lr": 1e-4, "epochs": 3, "num-workers": 4, "log-dir": folder / "library_logs",
+        "optimizer": "adamw", "lr": 1e-4, "num-workers": 4, "log-dir": folder / "library_logs",
     }  # fmt: skip
     command = [sys.executable, str(script)]
     for name, value in options.items():
         command += [f"--{name}", *str(value).split()]
-    return command, 3 * sum(columns["seq_len"][: int(0.9 * len(entries))])
+    return command, sum(columns["seq_len"][: int(0.9 * len(entries))])
 
 
 def main() -> None:
@@ -779,6 +780,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each turn")
     parser.add_argument("--workers", type=int, default=4, help="loader threads")
+    parser.add_argument("--turns", type=int, default=2, choices=(1, 2), help="of the whole stage")
+    parser.add_argument("--epochs", type=int, default=3, help="of the whole stage")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
     arguments = parser.parse_args()
     if arguments.run:

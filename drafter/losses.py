@@ -43,9 +43,9 @@ class _LinearKL(torch.autograd.Function):
             states = hidden[:, part]
             logits = states @ head.T
             teacher_logits = teacher[part] @ teacher_head.T
-            losses[:, part], drafted[:, part], grad = kernel(
-                rows(logits, 1), rows(teacher_logits), rows(weight[:, part], 1)
-            )
+            # A slice's strides would tell a whole pack from a part of one, and be compiled for twice.
+            counts = weight[:, part].contiguous()
+            losses[:, part], drafted[:, part], grad = kernel(rows(logits, 1), rows(teacher_logits), rows(counts, 1))
             if wants_hidden:
                 grad_hidden[:, part] = grad @ head
             if wants_head:
