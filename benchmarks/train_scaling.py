@@ -242,6 +242,9 @@ def equal_losses(world: int, arguments) -> None:
         for launch in launches.values():
             launch.wait()
         start("fsdp2_ended", max(1, world // 2), "fsdp2", everything).wait()
+        manifest = folder / "runs/auto/04_train/manifest.json"
+        if manifest.exists():
+            bench.metric("auto_chose", str(json.loads(manifest.read_text())["facts"].get("parallel")))
         whole = losses("one")
         bench.metric("equal_steps", str(len(whole)))
         for name in [*runs][1:]:
