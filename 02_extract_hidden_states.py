@@ -14,6 +14,7 @@ import sys
 
 from drafter import client, extract, server, stage, worklist
 from drafter.errors import ConfigError
+from drafter.extraction import Extraction
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def body(run: stage.Stage) -> dict:
         if "advice" in plan:
             raise ConfigError(plan["advice"])
         server.check(config, "extract")
-        extraction = extract.Extraction(config, folder, todo, share, stage.Progress(len(todo), "rows"))
+        extraction = Extraction(config, folder, todo, share, stage.Progress(len(todo), "rows"))
         if run.args.probe:
             return extract.probe_only(run, extraction)
         try:

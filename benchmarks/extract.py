@@ -1,40 +1,65 @@
 """How fast hidden states come out: of the whole stage beside what its server could do, and of the writer alone.
 
     python benchmarks/extract.py serve --prompts questions.jsonl --out DIR [--config FILE] [--set SECTION.KEY=VALUE]
+    python benchmarks/extract.py long --prompts questions.jsonl --out DIR
     python benchmarks/extract.py write --out DIR
 
-`serve` starts three vLLM servers of the config's target on one device, with the same flags and no prefix caching:
-plain, extracting with vLLM's own connector, extracting with ours. Then, round after round on the same rows:
-  plain        the rows as prompts, nothing extracted
-  unread       the same requests to vLLM's own connector; nobody reads its files
-  ours         02_extract_hidden_states.py: probed, compared, published, durable, indexed
-  speculators  `speculators generate-offline-data` on vLLM's own connector
+`serve` starts vLLM servers of the config's target side by side on one device, with no prefix caching and
+`--kv-gb` of cache each (which also spares them the memory profiling that servers starting together would disturb):
+  unread       vLLM's own connector; nobody reads its files
+  ours         our connector, with the config's flags
+  plain        the same flags, but nothing is extracted
+  profile      our connector under a clock (timed_connector.py)
+each also as `NAME-graphs`: compiled, with CUDA graphs of large batches.
+Then, in turns and one busy at a time, the same rows go through them: as bare requests with nothing done with the
+replies (plain, unread; `together`: as many rows a request as stage 02 sends), as 02_extract_hidden_states.py (ours,
+profile) and as `speculators generate-offline-data` (on unread's server). A server that does not start is left out; no
+pass starts after `--seconds`.
+`long` sends rows of 16K tokens through a server that takes them in chunks over cached prefixes and through one that
+does not, and compares the states.
 `write` drives our connector over a cache of Kimi-K2.5's width without a model, beside plain writes of the same bytes.
 
-Prints `METRIC name value` lines. `--prompts` is JSONL with `conversations`; nothing is downloaded.
+Prints `METRIC name value` lines, each as soon as it is known. `--prompts` is JSONL with `conversations`; nothing is
+downloaded.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import artifacts, config, contracts, server, stage  # noqa: E402
+from drafter import artifacts, config, contracts, launch, server, stage, states  # noqa: E402
 from drafter.client import Client  # noqa: E402
+from drafter.errors import StageError  # noqa: E402
 
+LOCAL = "http://127.0.0.1"
 KIMI = {"layer_ids": (2, 30, 58, 61), "hidden": 7168}
+SERVERS = ["unread", "ours", "unread-graphs", "ours-graphs", "profile", "profile-graphs", "plain-graphs"]
+GRAPHS = {
+    "enforce-eager": False,
+    "max-num-batched-tokens": 16384,  # a saturated engine fills every step: no padding to the largest graph
+    "compilation-config": {
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [256, 512, 1024, 2048, 4096, 6144, 8192, 12288, 16384],
+    },
+}
+STARTED = time.monotonic()
 
 
 def metric(name: str, value: float) -> None:
@@ -45,55 +70,112 @@ def metric(name: str, value: float) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    shared = [*args.overrides, f"run.dir={args.out}", "servers.generate.gpus=[]", "servers.extract.gpus=[]"]
-    for role in ("generate", "extract"):
-        shared += [f"servers.{role}.args.enable-prefix-caching=false"]
-        if args.memory:
-            shared += [f"servers.{role}.args.gpu-memory-utilization={args.memory}"]
-    own = {
-        "kv_connector": "ExampleHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(args.out / "unread")},
-    }
-    plain = config.load(args.config, [*shared, "run.name=plain", "servers.generate.url=http://127.0.0.1:9250"])
-    unread = [*shared, "run.name=unread", "servers.extract.url=http://127.0.0.1:9251"]
-    unread = config.load(args.config, [*unread, f"servers.extract.args.kv-transfer-config={json.dumps(own)}"])
-    ours = config.load(args.config, [*shared, "run.name=ours", "servers.extract.url=http://127.0.0.1:9252"])
-    roles = [(plain, "generate"), (unread, "extract"), (ours, "extract")]
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as threads:
-        for run_config, role in roles:
-            stack.callback(server.down, run_config, role)
-        if args.one_by_one:
-            for run_config, role in roles:
-                server.up(run_config, role)
-        else:
-            list(threads.map(lambda pair: server.up(*pair), roles))
-        rows = text_rows(ours.target.model, args.prompts, args.rows, args.tokens)
-        write_rows(ours, rows)
+    with ExitStack() as stack:
+        running = start(variants(args), stack, args.one_by_one)
+        first = next(iter(running.values()))[0]
+        rows = text_rows(first.target.model, args.prompts, args.rows, args.tokens)
+        for run_config, _role in running.values():
+            write_rows(run_config, rows)
         dataset = write_dataset(args.out / "dataset", rows)
         tokens = sum(map(len, rows))
         metric("rows", len(rows))
         metric("tokens", tokens)
+        for run_config, role in running.values():
+            post_all(run_config, role, rows[:200], 64)  # a server compiles and allocates at its first requests
         best: dict[str, float] = {}
-        for number in range(1, args.rounds + 1):
-            for level in args.concurrency:
-                found = {
-                    "plain": tokens / post_all(plain, "generate", rows, level),
-                    "unread": tokens / post_all(unread, "extract", rows, level),
-                    "ours": extract_rate(ours, level, args.overrides, args.out, args.config),
-                }
-                shutil.rmtree(args.out / "unread", ignore_errors=True)
-                if level <= 128 and args.speculators:
-                    found["speculators"] = tokens / speculators(unread, dataset, level, args.out)
-                for name, rate in found.items():
-                    metric(f"{name}_c{level}_round{number}_tokens_per_s", rate)
-                    best[name] = max(best.get(name, 0), rate)
+        for name, level, rate in passes(args, running, rows, dataset):
+            if time.monotonic() - STARTED > args.seconds:
+                break
+            found = rate()
+            metric(f"{name}_c{level}_tokens_per_s", found)
+            metric("wall_s", time.monotonic() - STARTED)
+            best[name] = max(best.get(name, 0), found)
         for name, rate in best.items():
             metric(f"{name}_best_tokens_per_s", rate)
-            metric(f"ours_against_{name}", best["ours"] / rate)
+            for ours in {"ours", "ours-graphs"} & best.keys():
+                metric(f"{ours}_against_{name}", best[ours] / rate)
 
 
-def text_rows(model: Path, prompts: Path, count: int, tokens: int) -> list[list[int]]:
+def variants(args: argparse.Namespace) -> dict[str, tuple[config.Config, config.Role]]:
+    """Each server's config and role, by name."""
+    foreign = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(args.out / "unread" / "files")},
+    }
+    found = {}
+    for number, name in enumerate(args.servers):
+        role = "generate" if name.startswith("plain") else "extract"
+        flags = {"enable-prefix-caching": False, "kv-cache-memory-bytes": int(args.kv_gb * 1e9)}
+        flags["gpu-memory-utilization"] = 0.05  # what must be free; the size of the cache is given
+        sets = [
+            f"run.dir={args.out}",
+            f"run.name={name}",
+            f"servers.{role}.url=http://127.0.0.1:{args.port + number}",
+        ]
+        kind, _, graphs = name.partition("-")
+        flags |= GRAPHS if graphs else {}
+        if kind == "plain":
+            own = config.load(args.config, args.overrides).servers.extract.args
+            sets += [f"servers.generate.args={json.dumps(own)}"]
+        if kind == "unread":
+            flags["kv-transfer-config"] = foreign
+        if kind == "profile":
+            timed = launch.command(config.load(args.config, [*args.overrides, *sets]), "extract")
+            timed = json.loads(timed[timed.index("--kv-transfer-config") + 1])
+            module = {"kv_connector": "TimedWriter", "kv_connector_module_path": "benchmarks.timed_connector"}
+            flags["kv-transfer-config"] = timed | module
+        sets += [f"servers.{role}.args.{flag}={json.dumps(value)}" for flag, value in flags.items()]
+        sets += [f"servers.{role}.gpus=[]", "extract.reserve_gb=1"]
+        found[name] = config.load(args.config, [*args.overrides, *sets]), role
+    return found
+
+
+def start(wanted: dict, stack: ExitStack, one_by_one: bool) -> dict:
+    """Bring servers up; those that came, in the order wanted. They are stopped with `stack`."""
+
+    def bring(name: str) -> str | None:
+        try:
+            server.up(*wanted[name])
+        except StageError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
+            return None
+        metric(f"{name}_start_s", time.monotonic() - STARTED)
+        return name
+
+    for pair in wanted.values():
+        stack.callback(server.down, *pair)
+    with ThreadPoolExecutor(1 if one_by_one else len(wanted)) as threads:
+        came = set(threads.map(bring, wanted))
+    return {name: pair for name, pair in wanted.items() if name in came}
+
+
+def passes(args: argparse.Namespace, running: dict, rows, dataset: Path) -> Iterator[tuple[str, int, Callable]]:
+    """What is measured, the most wanted first: a name, how many requests are in flight, the measurement."""
+    tokens = sum(map(len, rows))
+
+    def bare(name: str, level: int, together: int = 1) -> float:
+        rate = tokens / post_all(*running[name], rows, level, together)
+        shutil.rmtree(args.out / "unread" / "files", ignore_errors=True)
+        return rate
+
+    for number in range(args.rounds):
+        for name, (run_config, _role) in running.items():
+            for level in args.bare_concurrency if name.startswith(("plain", "unread")) else ():
+                yield name, level, partial(bare, name, level)
+                size = run_config.extract.tokens_per_request
+                yield f"{name}-together", level, partial(bare, name, level, size)
+            for level in args.concurrency if name.startswith("ours") else ():
+                yield name, level, partial(extract_rate, run_config, level)
+        for name in running if number == 0 else ():
+            if name.startswith("profile"):
+                yield name, args.concurrency[0], partial(profile, running[name][0], args.concurrency[0], len(rows))
+        if number == 0 and args.speculators:
+            reader = next(pair[0] for name, pair in running.items() if name.startswith("unread"))
+            yield "speculators", 32, partial(speculators, reader, dataset, 32, args.out, tokens)
+
+
+def text_rows(model: Path, prompts: Path, count: int, tokens: int, spread=0.5) -> list[list[int]]:
     """Token ids of real text: `count` rows whose lengths spread around `tokens`."""
     from transformers import AutoTokenizer
 
@@ -103,30 +185,25 @@ def text_rows(model: Path, prompts: Path, count: int, tokens: int) -> list[list[
         for line in file:
             texts.append("\n\n".join(turn["value"] for turn in json.loads(line)["conversations"]))
     stream = tokenizer("\n\n".join(texts), add_special_tokens=False)["input_ids"]
-    while len(stream) < count * tokens * 3 // 2:
-        stream += stream
     choose = random.Random(0)
-    rows, position = [], 0
-    for _ in range(count):
-        length = choose.randint(tokens // 2, tokens * 3 // 2)
-        rows.append(stream[position : position + length])
-        position += length
-    return rows
+    lengths = [round(tokens * choose.uniform(1 - spread, 1 + spread)) for _ in range(count)]
+    while len(stream) < sum(lengths):
+        stream += stream
+    ends = [sum(lengths[: i + 1]) for i in range(count)]
+    return [stream[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def write_rows(run_config: config.Config, rows: list[list[int]]) -> None:
     """A finished stage 01b of these token ids."""
-    args = argparse.Namespace(limit=None, dry_run=False)
-    upstream = stage.Stage("01b_synthetic", run_config, args)
+    upstream = stage.Stage("01b_synthetic", run_config, argparse.Namespace(limit=None, dry_run=False))
     upstream.begin(["target.model"])
     with open(upstream.folder / "shard-00000.jsonl", "w") as file:
         for number, ids in enumerate(rows):
             name = contracts.content_id(number)
             row = contracts.Row(
                 row_id=name, conv_id=name, source="bench", turn=0, input_ids=ids, supervised=[[1, len(ids)]],
-                think_end=None, reasoning=None, content="",
-                finish_reason="stop", sampling={},
-                usage={}, model="bench",
+                think_end=None, reasoning=None, content="", finish_reason="stop",
+                sampling={}, usage={}, model="bench",
             )  # fmt: skip
             file.write(json.dumps(row.to_record()) + "\n")
     upstream.counts.total = upstream.counts.done = len(rows)
@@ -148,47 +225,115 @@ def write_dataset(folder: Path, rows: list[list[int]]) -> Path:
     return folder
 
 
-def post_all(run_config: config.Config, role: config.Role, rows: list[list[int]], concurrency: int) -> float:
-    """Seconds for all rows as prompts, one a request, nothing done with the replies."""
+def post_all(run_config: config.Config, role: config.Role, rows, concurrency: int, together: int = 1) -> float:
+    """Seconds for all rows as prompts, `together` tokens a request, nothing done with the replies."""
     settings, name = getattr(run_config.servers, role), run_config.target.served_name
+    prompts: list[list[list[int]]] = [[]]
+    for ids in rows:
+        if prompts[-1] and sum(map(len, prompts[-1])) + len(ids) > together:
+            prompts.append([])
+        prompts[-1].append(ids)
 
     async def main() -> float:
         async with Client(settings, concurrency=concurrency, outage_minutes=1) as client:
             started = time.monotonic()
-            bodies = ({"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0} for ids in rows)
+            bodies = ({"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0} for ids in prompts)
             await asyncio.gather(*(client.post("/v1/completions", body, 600) for body in bodies))
             return time.monotonic() - started
 
     return asyncio.run(main())
 
 
-def extract_rate(run_config, concurrency: int, overrides: list[str], out: Path, config_path: Path) -> float:
-    """Tokens a second of stage 02 from its first to its last row; its wall time is printed beside."""
+def extract(run_config: config.Config, *sets: str) -> dict:
+    """Run stage 02 from nothing; its summary, with the seconds of its process and of its start added."""
     folder = run_config.stage_dir("02_hidden_states")
     for path in folder.iterdir():
-        if path.name != ".writers":
+        if path.name not in (".writers", "timings"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    line = [sys.executable, "02_extract_hidden_states.py", "--config", str(config_path)]
-    sets = [
-        *overrides, f"run.dir={out}", "run.name=ours", f"servers.extract.url={run_config.servers.extract.url}",
-        "servers.extract.kind=external", "servers.extract.gpus=[]", f"extract.concurrency={concurrency}",
-        "extract.reserve_gb=1",
-    ]  # fmt: skip
-    for entry in sets:
+    line = [sys.executable, "02_extract_hidden_states.py", *run_config.arguments]
+    for entry in ("servers.extract.kind=external", *sets):
         line += ["--set", entry]
-    started = time.monotonic()
-    done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    summary = json.loads(done.stdout.splitlines()[-1])
-    if done.returncode != 0:
+    started, probed = time.monotonic(), None
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for said in process.stderr:
+            print(said, end="", file=sys.stderr, flush=True)
+            if probed is None and " probe: " in said:
+                probed = time.monotonic() - started
+        summary = json.loads(process.stdout.read().splitlines()[-1])
+    if process.returncode != 0:
         sys.exit(f"stage 02 failed: {summary.get('error')}")
-    metric(f"ours_c{concurrency}_wall_s", time.monotonic() - started)
-    metric(f"ours_c{concurrency}_mean_nat", summary["facts"]["probes"][0]["mean_nat"])
+    return summary | {"process_s": time.monotonic() - started, "probed_s": probed}
+
+
+def extract_rate(run_config: config.Config, concurrency: int) -> float:
+    """Tokens a second of stage 02 from its first to its last row; its wall time is printed beside."""
+    summary = extract(run_config, f"extract.concurrency={concurrency}")
+    metric(f"{run_config.run.name}_c{concurrency}_until_probed_s", summary["probed_s"])
+    metric(f"{run_config.run.name}_c{concurrency}_extracting_s", summary["facts"]["extract_seconds"])
+    metric(f"{run_config.run.name}_c{concurrency}_process_s", summary["process_s"])
+    metric(f"{run_config.run.name}_c{concurrency}_mean_nat", summary["facts"]["probes"][0]["mean_nat"])
     return summary["facts"]["tokens_per_second"]
 
 
-def speculators(run_config, dataset: Path, concurrency: int, out: Path) -> float:
-    """Seconds of the library's own extraction of the same rows."""
-    output = out / "speculators"
+def profile(run_config: config.Config, concurrency: int, rows: int) -> float:
+    """As `extract_rate`, with the CPU time of every process and the engine's own clocks."""
+    own = run_config.run.name
+    api = json.loads((run_config.run_dir / "servers" / "extract.json").read_text())["pid"]
+    processes = {"api": api} | {f"engine{i}": pid for i, pid in enumerate(engines(api))}
+    time.sleep(1)  # until the clocks have been written out
+    before, clocks = {name: cpu(pid) for name, pid in processes.items()}, read_clocks(run_config)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    rate = extract_rate(run_config, concurrency)
+    time.sleep(1)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    metric(f"{own}_client_cpu_s", used.ru_utime + used.ru_stime - children.ru_utime - children.ru_stime)
+    for name, pid in processes.items():
+        for part, seconds in cpu(pid).items():
+            metric(f"{own}_{name}_{part}_cpu_ms_a_row", 1e3 * (seconds - before[name][part]) / rows)
+    for name, (seconds, calls) in read_clocks(run_config).items():
+        earlier = clocks.get(name, (0, 0))
+        metric(f"{own}_{name}_s", seconds - earlier[0])
+        metric(f"{own}_{name}_calls", calls - earlier[1])
+    return rate
+
+
+def read_clocks(run_config: config.Config) -> dict[str, list[float]]:
+    """What timed_connector.py has counted so far, in all processes of a server."""
+    found: dict[str, list[float]] = {}
+    for path in sorted(run_config.stage_dir("02_hidden_states").glob("timings/*.json")):
+        for name, (seconds, calls) in json.loads(path.read_text()).items():
+            total = found.setdefault(name, [0, 0])
+            total[0] += seconds
+            total[1] += calls
+    return found
+
+
+def engines(api: int) -> list[int]:
+    """The processes of a server beside its API."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        if int(rest.split()[1]) == api and "Engine" in name:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def cpu(pid: int) -> dict[str, float]:
+    """Seconds of CPU of a process's first thread, and of all others together."""
+    seconds = {"main": 0.0, "others": 0.0}
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        fields = path.read_text().rpartition(")")[2].split()
+        part = "main" if path.parent.name == str(pid) else "others"
+        seconds[part] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+def speculators(run_config, dataset: Path, concurrency: int, out: Path, tokens: int) -> float:
+    """Tokens a second of the library's own extraction of the same rows, by its own clock; its process beside."""
+    output, log = out / "speculators", out / "speculators.log"
     shutil.rmtree(output, ignore_errors=True)
     line = [
         sys.executable, "-m", "speculators", "generate-offline-data",
@@ -196,11 +341,87 @@ def speculators(run_config, dataset: Path, concurrency: int, out: Path) -> float
         "--output", str(output), "--concurrency", str(concurrency),
     ]  # fmt: skip
     started = time.monotonic()
-    with open(out / "speculators.log", "a") as log:
-        subprocess.run(line, stdout=log, stderr=log, check=True)
+    with open(log, "w") as file:
+        subprocess.run(line, stdout=file, stderr=file, check=True)
     seconds = time.monotonic() - started
     shutil.rmtree(output, ignore_errors=True)
-    return seconds
+    metric(f"speculators_c{concurrency}_process_s", seconds)
+    own = re.findall(r"([\d.]+)s elapsed", log.read_text())
+    return tokens / (float(own[-1]) if own else seconds)
+
+
+# long
+
+
+def long(args: argparse.Namespace) -> None:
+    """Two rows that share three quarters, each twice, so that the second and later ones meet cached prefixes."""
+    model = with_positions(config.load(args.config, args.overrides).target.model, args.out / "long" / "model", 32768)
+    length = args.long_tokens
+    sets = [f"target.model={model}", f"target.max_seq_len={length}", "extract.reserve_gb=1", "extract.concurrency=1"]
+    flags = {
+        "once": {"max-num-batched-tokens": length + 64, "enable-prefix-caching": False},
+        "chunks": {
+            "max-num-batched-tokens": args.chunk,
+            "enable-prefix-caching": True,
+            "enable-chunked-prefill": True,
+        },
+    }
+    wanted = {}
+    for number, (name, own) in enumerate(flags.items()):
+        own |= {"max-model-len": length + 64, "kv-cache-memory-bytes": int(args.kv_gb * 1e9), "enforce-eager": True}
+        own |= {"gpu-memory-utilization": 0.05}
+        more = [*sets, f"run.dir={args.out / 'long'}", f"run.name={name}", "servers.extract.gpus=[]"]
+        more += [
+            f"servers.extract.url=http://127.0.0.1:{args.port + number}",
+            "servers.extract.args.compilation-config=",
+        ]
+        more += [f"servers.extract.args.{flag}={json.dumps(value)}" for flag, value in own.items()]
+        wanted[name] = config.load(args.config, [*args.overrides, *more]), "extract"
+    with ExitStack() as stack:
+        running = start(wanted, stack, args.one_by_one)
+        once, chunks = running["once"][0], running["chunks"][0]
+        [whole, other] = text_rows(once.target.model, args.prompts, 2, length, spread=0)
+        rows = [whole, whole[: length * 3 // 4] + other[length * 3 // 4 :]]
+        for run_config in (once, chunks):
+            write_rows(run_config, rows)
+        extract(once)
+        for turn in ("fresh", "cached"):
+            metric(f"long_{turn}_s", extract(chunks)["process_s"])
+            with urllib.request.urlopen(chunks.servers.extract.url + "/metrics") as reply:
+                hits = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)", reply.read().decode(), re.MULTILINE)
+            metric(f"long_{turn}_tokens_from_cache", sum(map(float, hits)))
+            compare(once, chunks, len(rows), f"long_{turn}")
+
+
+def with_positions(model: Path, folder: Path, positions: int) -> Path:
+    """The same model for longer rows; what it makes of positions it never saw does not matter here."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    facts = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": positions}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(facts))
+    return folder
+
+
+def compare(one: config.Config, other: config.Config, count: int, name: str) -> None:
+    """The relative difference of two runs' states, a token and a layer at a time."""
+    import torch
+
+    layers = [[] for _ in one.target.layer_ids]
+    for number in range(count):
+        path = contracts.states_path(contracts.content_id(number))
+        pair = [states.read_states(run_config.stage_dir("02_hidden_states") / path) for run_config in (one, other)]
+        assert torch.equal(pair[0].token_ids, pair[1].token_ids)
+        left, right = (torch.cat([read.aux, read.final[:, None]], dim=1).float() for read in pair)
+        for slot, column in enumerate(((left - right).norm(dim=-1) / left.norm(dim=-1)).T):
+            layers[slot].append(column)
+    for layer, columns in zip(one.target.layer_ids, layers, strict=True):
+        differences = torch.cat(columns)
+        metric(f"{name}_layer{layer}_median", differences.median().item())
+        metric(f"{name}_layer{layer}_p999", differences.quantile(0.999).item())
+        metric(f"{name}_layer{layer}_largest", differences.max().item())
 
 
 # write
@@ -289,18 +510,24 @@ def plain_writes(folder: Path, count: int, size: int, threads: int) -> tuple[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["serve", "write"])
+    parser.add_argument("part", choices=["serve", "long", "write"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--config", type=Path, default=ROOT / "configs/smollm2_gpu.yaml")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--servers", nargs="+", default=SERVERS)
+    parser.add_argument("--kv-gb", type=float, default=16, help="of cache for each server")
+    parser.add_argument("--port", type=int, default=9250, help="of the first server")
+    parser.add_argument("--one-by-one", action="store_true", help="start the servers one after the other")
+    parser.add_argument("--seconds", type=float, default=290, help="no measurement starts later")
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=322, help="of a row, on average")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64], help="of stage 02, in its requests")
+    parser.add_argument("--bare-concurrency", type=int, nargs="+", default=[256])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--memory", type=float, default=0.25, help="share of the device for each server; 0: config's")
-    parser.add_argument("--one-by-one", action="store_true", help="start the servers one after the other")
     parser.add_argument("--no-speculators", action="store_false", dest="speculators")
+    parser.add_argument("--long-tokens", type=int, default=16384)
+    parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--gigabytes", type=float, default=10)
     parser.add_argument("--row-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=8)
@@ -309,7 +536,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    (serve if args.part == "serve" else write)(args)
+    {"serve": serve, "long": long, "write": write}[args.part](args)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ MEAN_NAT, TOP1 = 0.1, 0.95
 TIES = 2  # bf16 logits tie now and then, which must not fail a probe of a few dozen positions
 RELATIVE = 0.15  # of an auxiliary layer's norm; two bf16 implementations differ by 0.01 to 0.03
 SMALL_BYTES = 2 << 30  # of weights, for a target that is loaded to compare its layers
-LAYER_TOKENS = 64  # of a row whose layers are computed a second time, on the CPU
+LAYER_TOKENS = 32  # of a row whose layers are computed a second time, on the CPU
 CHUNK = 128  # positions whose logits are held at once
 
 
@@ -64,16 +65,14 @@ class Result:
 
 
 class Probe:
+    """Compares files with the target, which is read in the background from the start."""
+
     def __init__(self, config: Config):
         self.config = config
-
-    @functools.cached_property
-    def _verifier(self):
-        return read_verifier(self.config.target.model)
-
-    @functools.cached_property
-    def _reference(self):
-        return load_reference(self.config.target.model)
+        with_target = ThreadPoolExecutor(1, thread_name_prefix="target")
+        self._verifier = with_target.submit(read_verifier, config.target.model)
+        self._reference = with_target.submit(load_reference, config.target.model)
+        with_target.shutdown(wait=False)
 
     async def check(self, client: Client, rows: list[tuple[list[int], Path]]) -> Result:
         """Compare files with the server's own log-probabilities of their token ids.
@@ -104,6 +103,7 @@ class Probe:
             raise ContractError("the extract server sends no prompt_logprobs") from None
 
     def _compare(self, rows: list[tuple[list[int], Path]], replies: list) -> Result:
+        verifier, reference = self._verifier.result(), self._reference.result()
         differences, hits, distances = [], [], []
         for (ids, path), reply in zip(rows, replies, strict=True):
             ids = ids[:TOKENS]
@@ -111,12 +111,12 @@ class Probe:
             served, best = map(torch.tensor, zip(*reply, strict=True))
             for start in range(0, len(ids) - 1, CHUNK):
                 window = slice(start, min(start + CHUNK, len(ids) - 1))
-                ours = self._verifier.log_probs(captured.final[window])
+                ours = verifier.log_probs(captured.final[window])
                 actual = torch.tensor(ids[window.start + 1 : window.stop + 1])
                 differences.append((ours.gather(1, actual[:, None])[:, 0] - served[window]).abs())
                 hits.append(ours.argmax(dim=-1) == best[window])
-            if self._reference is not None:
-                distances.append(self._reference.distances(ids, captured))
+            if reference is not None:
+                distances.append(reference.distances(ids, captured))
         difference, hit = torch.cat(differences), torch.cat(hits)
         return Result(
             rows=len(rows),

@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class Engine:
         self.captured = sorted(captured)
         self.rig = Rig(root, self.captured, tiny_models.HIDDEN, blocks=4096, writer=writer, model=model, **extra)
         self.plan: Callable[[dict], str | None] = lambda body: None  # "hang", "500", "no file", "no reply"
+        self.sick = False  # fails every request, whatever it asks for
         self.requests: list[dict] = []
         self.version = "0.32.0"
         self._lock = threading.Lock()
@@ -50,7 +52,9 @@ class Engine:
         app.router.add_get("/version", lambda _request: self._reply({"version": self.version}))
         app.router.add_get("/v1/models", lambda _r: self._reply({"data": [{"id": "tiny", "max_model_len": 40000}]}))
         app.router.add_post("/v1/completions", self._complete)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=1
+        )  # as vLLM aborts what nobody awaits
         self._loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", self.port)
         self._loop.run_until_complete(site.start())
@@ -82,7 +86,7 @@ class Engine:
             fault = self.plan(body)
         if fault == "hang":
             await asyncio.sleep(3600)
-        if fault == "500":
+        if fault == "500" or self.sick:
             return await self._reply({"error": {"message": "asked to fail"}}, 500)
         prompts = body["prompt"]
         if isinstance(prompts, str):
@@ -127,8 +131,9 @@ def _entry(log_probs: torch.Tensor, token: int) -> dict:
     return entry
 
 
-if __name__ == "__main__":  # in a process of its own, to be killed: MODEL ROOT PORT
+if __name__ == "__main__":  # in a process of its own, to be killed: MODEL ROOT PORT, seconds that a request takes
     torch.set_num_threads(1)
     with Engine(Path(sys.argv[1]), Path(sys.argv[2]), port=int(sys.argv[3])) as engine:
+        engine.plan = lambda _body: time.sleep(float(sys.argv[4]))
         print("ready", flush=True)
         engine._thread.join()
