@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+REMIND_SECONDS = 10
+
 
 def birth(pid: int) -> str | None:
     """Start time of a live process in clock ticks since boot: with the pid, an identity. None when it is dead."""
@@ -47,16 +49,19 @@ def send(pids: list[int], signum: int) -> None:
 
 
 def end_session(leader: int, seconds: float) -> None:
-    """Ask the leader to stop, then what outlives it; kill what is left after `seconds`."""
-    send([leader] if leader in members(leader) else [], signal.SIGTERM)
+    """Ask the leader to stop, then what outlives it; kill what is left after `seconds`.
+
+    Asked again every REMIND_SECONDS: vLLM loses a signal that comes while it boots.
+    """
     deadline = time.monotonic() + seconds
-    orphans_asked = False
+    asked: dict[bool, float] = {}  # whether the leader lived -> when
     while living := members(leader):
         with contextlib.suppress(ChildProcessError):  # not our child when another process started it
             os.waitpid(leader, os.WNOHANG)
-        if time.monotonic() > deadline:
+        now, led = time.monotonic(), leader in living
+        if now > deadline:
             send(living, signal.SIGKILL)
-        elif leader not in living and not orphans_asked:
-            send(living, signal.SIGTERM)
-            orphans_asked = True
+        elif led not in asked or now >= asked[led] + REMIND_SECONDS:
+            send([leader] if led else living, signal.SIGTERM)
+            asked[led] = now
         time.sleep(0.1)

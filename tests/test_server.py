@@ -83,6 +83,17 @@ def machine(tmp_path, monkeypatch):
         process.end_session(int(pid_file.read_text()), 0)
 
 
+def test_a_server_that_loses_the_first_signal_is_asked_again(monkeypatch):
+    """R02: vLLM forgets a SIGTERM that comes while it boots, and would be waited for until it is killed."""
+    monkeypatch.setattr(process, "REMIND_SECONDS", 0.2)
+    deaf = "signal.signal(15, lambda *_: signal.signal(15, signal.SIG_DFL)); print(1); time.sleep(60)"
+    line = [sys.executable, "-uc", f"import signal, time; {deaf}"]
+    started = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
+    started.stdout.readline()
+    process.end_session(started.pid, 30)
+    assert process.birth(started.pid) is None
+
+
 def test_a_server_is_ready_after_a_completion_and_gone_after_down(role):
     run_config = role()
     server.up(run_config, "generate")
