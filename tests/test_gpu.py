@@ -7,7 +7,8 @@ import pytest
 import torch
 from test_acceptance import COMMA, PROMPTS, make_run, one_word_drafter, script
 
-ARGS = {"dtype": "bfloat16", "max-model-len": 1024, "gpu-memory-utilization": 0.3}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without torch.compile, which takes a minute
+ARGS = {"dtype": "bfloat16", "max-model-len": 1024, "gpu-memory-utilization": 0.3, "compilation-config": GRAPHS}
 
 
 def length(folder: Path, drafter: Path, ranks: int) -> float:
