@@ -37,7 +37,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +50,7 @@ from drafter.errors import StageError  # noqa: E402
 
 LOCAL = "http://127.0.0.1"
 KIMI = {"layer_ids": (2, 30, 58, 61), "hidden": 7168}
-SERVERS = ["unread", "ours", "unread-graphs", "ours-graphs", "profile", "profile-graphs", "plain-graphs"]
+SERVERS = ["unread", "ours", "unread-graphs", "ours-graphs", "profile", "plain"]
 GRAPHS = {
     "enforce-eager": False,
     "max-num-batched-tokens": 16384,  # a saturated engine fills every step: no padding to the largest graph
@@ -289,7 +289,8 @@ def profile(run_config: config.Config, concurrency: int, rows: int) -> float:
     metric(f"{own}_client_cpu_s", used.ru_utime + used.ru_stime - children.ru_utime - children.ru_stime)
     for name, pid in processes.items():
         for part, seconds in cpu(pid).items():
-            metric(f"{own}_{name}_{part}_cpu_ms_a_row", 1e3 * (seconds - before[name][part]) / rows)
+            if (spent := seconds - before[name][part]) > 0.1:
+                metric(f"{own}_{name}_{part}_cpu_ms_a_row", 1e3 * spent / rows)
     for name, (seconds, calls) in read_clocks(run_config).items():
         earlier = clocks.get(name, (0, 0))
         metric(f"{own}_{name}_s", seconds - earlier[0])
@@ -309,16 +310,15 @@ def read_clocks(run_config: config.Config) -> dict[str, list[float]]:
 
 
 def engines(api: int) -> list[int]:
-    """The processes of a server beside its API."""
-    found = []
+    """The processes that a server's API started, and theirs."""
+    parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            continue
-        if int(rest.split()[1]) == api and "Engine" in name:
-            found.append(int(path.parent.name))
-    return sorted(found)
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [api]
+    for pid in sorted(parents):
+        found += [pid] if parents[pid] in found else []
+    return found[1:]
 
 
 def cpu(pid: int) -> dict[str, float]:
@@ -516,7 +516,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--servers", nargs="+", default=SERVERS)
-    parser.add_argument("--kv-gb", type=float, default=16, help="of cache for each server")
+    parser.add_argument("--kv-gb", type=float, default=8, help="of cache for each server")
     parser.add_argument("--port", type=int, default=9250, help="of the first server")
     parser.add_argument("--one-by-one", action="store_true", help="start the servers one after the other")
     parser.add_argument("--seconds", type=float, default=290, help="no measurement starts later")

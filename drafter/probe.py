@@ -24,7 +24,7 @@ from drafter.config import Config
 from drafter.errors import ContractError, ResumableError, RowError
 from drafter.verifier import read_verifier
 
-TOKENS = 512  # of a row that are compared: the server computes logits for each
+TOKENS = 256  # of a row that are compared: the server computes logits for each
 MEAN_NAT, TOP1 = 0.1, 0.95
 TIES = 2  # bf16 logits tie now and then, which must not fail a probe of a few dozen positions
 RELATIVE = 0.15  # of an auxiliary layer's norm; two bf16 implementations differ by 0.01 to 0.03
