@@ -13,6 +13,7 @@ first row, and on a few rows of every shard, a probe shows that they are the rig
 import sys
 
 from drafter import client, extract, server, stage, worklist
+from drafter.config import Config
 from drafter.errors import ConfigError
 from drafter.extraction import Extraction
 
@@ -50,7 +51,8 @@ def body(run: stage.Stage) -> dict:
         if "advice" in plan:
             raise ConfigError(plan["advice"])
         server.check(config, "extract")
-        extraction = Extraction(config, folder, todo, share, stage.Progress(len(todo), "rows"))
+        progress = stage.Progress(len(todo), "rows")
+        extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
         if run.args.probe:
             return extract.probe_only(run, extraction)
         try:
@@ -59,6 +61,15 @@ def body(run: stage.Stage) -> dict:
             worklist.sweep(folder, share)
             extract.record(run, items, rejected, share, extraction)
         return extract.finish(run, items, share)
+
+
+def first_loss(config: Config):
+    """What the compact format is measured with, where there is a drafter to start from; it loads speculators."""
+    if config.extract.dtype == "fp8" and config.train.warm_start:
+        from drafter.parity import FirstLoss
+
+        return FirstLoss(config)
+    return None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,10 +32,26 @@ PARITY_ROWS = 32
 SHARE_AFTER = 20  # failures below this number never blow the budget
 
 
+class FirstLoss(Protocol):
+    """`drafter.parity.FirstLoss`, which stands after this module."""
+
+    def add(self, entry: IndexEntry, file: Path) -> None: ...
+
+    def losses(self) -> dict[str, float] | None: ...
+
+
 class Extraction:
     """One client's way through its rows; `entries` and `rejected` grow as rows are settled."""
 
-    def __init__(self, config: Config, folder: Path, todo: list[Item], share: Share, progress: Progress):
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        todo: list[Item],
+        share: Share,
+        progress: Progress,
+        first_loss: FirstLoss | None = None,  # of the warm start, on the compact format
+    ):
         self.config, self.folder, self.todo, self.progress = config, folder.resolve(), todo, progress
         self.entries: dict[str, IndexEntry] = {}
         self.rejected: list[Rejected] = []
@@ -48,6 +65,7 @@ class Extraction:
         self._committing = threading.Lock()
         self._attempts: Counter[str] = Counter()
         self._stop: ResumableError | None = None
+        self._first_loss = first_loss
         self._probe = probe.Probe(config)
         self._asked = Asked(config.target.layer_ids, config.extract.dtype)
 
@@ -111,15 +129,25 @@ class Extraction:
         return result, parts
 
     async def _measure_parity(self) -> None:
-        """What the compact format costs: the relative error of some rows' auxiliary states, printed and recorded."""
-        parts = await self._capture.files(self.todo[:PARITY_ROWS], Asked(self._asked.layer_ids, "bf16"))
-        errors = torch.stack([await asyncio.to_thread(_relative_error, part) for part in parts.values()])
-        by_layer = dict(zip(map(str, self._asked.layer_ids), errors.mean(dim=0).tolist(), strict=False))
-        self.parity = {"rows": len(errors), "mean": by_layer, "worst_row": errors.max().item()}
+        """What the compact format costs, printed and recorded: some rows once more in bf16, one at a time.
+
+        The relative error of their auxiliary states, and the warm start's first loss where there is one.
+        """
+        asked, errors = Asked(self._asked.layer_ids, "bf16"), []
+        for item in self.todo[:PARITY_ROWS]:
+            [part] = (await self._capture.files([item], asked)).values()
+            errors.append(await asyncio.to_thread(_relative_error, part))
+            if self._first_loss is not None:
+                await asyncio.to_thread(self._first_loss.add, item.entry(part.stat().st_size), part)
+            part.unlink()
+        error = torch.stack(errors)
+        by_layer = dict(zip(map(str, asked.layer_ids), error.mean(dim=0).tolist(), strict=False))
+        losses = self._first_loss and self._first_loss.losses()
+        self.parity = {"rows": len(errors), "mean": by_layer, "worst_row": error.max().item(), "first_loss": losses}
         shown = ", ".join(f"layer {layer} {error:.4f}" for layer, error in by_layer.items())
         say("fp8: relative error of the auxiliary states of %d rows: %s", len(errors), shown)
-        for part in parts.values():
-            part.unlink()
+        if losses:
+            say("fp8: the warm start's first loss is %.4f, %.4f on bf16 states", losses["fp8"], losses["bf16"])
 
     async def _keep_neighbours(self) -> None:
         """The probe rows once more in `neighbours/`, with the layers above the asked ones, to compare conventions."""

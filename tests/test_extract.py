@@ -125,9 +125,11 @@ def engine(run, tiny):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_every_row_gets_the_states_the_target_had(run, engine, capsys, dtype):
+def test_every_row_gets_the_states_the_target_had(run, engine, capsys, tiny, tmp_path, dtype):
     """H04, H05: slots are the asked layers' inputs, the last one before the final norm; ids are in the metadata."""
-    code, summary = run.extract(capsys, engine.port, "--set", f"extract.dtype={dtype}")
+    drafter = tiny_models.make_drafter(tiny, tmp_path / "drafter")
+    sets = [f"extract.dtype={dtype}", f"train.warm_start={drafter}", "train.draft_vocab_size="]
+    code, summary = run.extract(capsys, engine.port, *(word for entry in sets for word in ("--set", entry)))
     assert code == 0 and summary["status"] == "complete"
     assert (summary["in"], summary["out"], summary["pending"]) == (12, 12, 0)
     run.assert_exactly_the_rows()
@@ -146,6 +148,8 @@ def test_every_row_gets_the_states_the_target_had(run, engine, capsys, dtype):
     if dtype == "fp8":
         assert facts["parity"]["rows"] == 12 and set(facts["parity"]["mean"]) == {"2", "4", "5"}
         assert 0.01 < facts["parity"]["worst_row"] < 0.04
+        losses = facts["parity"]["first_loss"]
+        assert losses["fp8"] != losses["bf16"] and losses["fp8"] == pytest.approx(losses["bf16"], rel=0.01)
     together = [body for body in engine.requests if len(body["prompt"]) > 1]
     assert together and all(sum(map(len, body["prompt"])) <= 150 for body in together)  # short rows share requests
     assert not any(body.get("return_token_ids") or body.get("logprobs") for body in engine.requests)
