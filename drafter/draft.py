@@ -19,8 +19,8 @@ from drafter import native
 from drafter.attention import Documents, attend
 from drafter.config import Target
 from drafter.errors import ConfigError, ContractError
-from drafter.fuse import constant, fused, rows
 from drafter.losses import linear_kl
+from drafter.pointwise import rms_norm, rotate, swiglu
 from drafter.verifier import Verifier
 
 REASONING, ANSWER = 0, 1
@@ -170,33 +170,6 @@ class Drafter(Eagle3DraftModel):
             sums[:, k].index_add_(0, pack.region, columns)
             before = prefix
         return sums
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return fused(_rms_norm, x.device)(rows(x), weight, constant(eps, x.device))
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return fused(_swiglu, gate.device)(rows(gate), rows(up))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of `x` [N, heads, d] with `cos`, `sin` [N, d]."""
-    return fused(_rotate, x.device)(rows(x), rows(cos), rows(sin))
-
-
-def _rms_norm(x, weight, eps):
-    wide = x.float()
-    return (weight.float() * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
-
-
-def _swiglu(gate, up):
-    return F.silu(gate) * up
-
-
-def _rotate(x, cos, sin):
-    a, b = x.chunk(2, -1)
-    return x * cos.unsqueeze(1) + torch.cat((-b, a), -1) * sin.unsqueeze(1)
 
 
 # Building one

@@ -1,7 +1,7 @@
 """Chains of memory-bound operations as one kernel each, on a GPU; plain torch elsewhere.
 
 Only the number of rows varies from pack to pack. Marking it, and nothing else, as dynamic compiles each function
-once and keeps every other size a constant of its kernel.
+once and keeps every other size a constant of its kernel. Whoever calls them knows their gradients.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ def _compiled(function: Callable) -> Callable:
 
 
 def rows(tensor: Tensor, dim: int = 0) -> Tensor:
-    """`tensor`, its dimension `dim` marked as the one that varies."""
+    """`tensor` without its history, its dimension `dim` marked as the one that varies."""
+    tensor = tensor.detach()
     if tensor.is_cuda:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return tensor

@@ -32,7 +32,8 @@ class _LinearKL(torch.autograd.Function):
     def forward(ctx, hidden, head, teacher, teacher_head, weight):
         steps, positions, _ = hidden.shape
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
-        chunk = max(1, CHUNK_BYTES // (4 * steps * head.shape[0]))
+        chunks = -(-4 * steps * positions * head.shape[0] // CHUNK_BYTES)
+        chunk = max(1, -(-positions // max(1, chunks)))  # all of one size, nearly
         losses = torch.empty(steps, positions, dtype=torch.float32, device=hidden.device)
         drafted = torch.empty(steps, positions, dtype=torch.long, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

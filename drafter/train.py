@@ -361,8 +361,7 @@ class Training:
         share = data.Step(0, 0, packs).share(self.ranks.rank, self.ranks.world)
         sums = torch.zeros(2, self.config.train.ttt_steps, len(draft.STATS), device=self.ranks.device)
         scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
-        # Kernels are compiled for one mode of gradients; without backward passes, training's own serve here too.
-        with torch.set_grad_enabled(self.ranks.device.type == "cuda" and self.kind == "ddp"):
+        with torch.no_grad():
             for pack in self.loader.packs(share):
                 sums += self.model(pack, scale)[1]
         figures = summary_by_region(self.ranks.sum(sums).cpu())
