@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from drafter import checkpoint, config, native, train
+from drafter import checkpoint, config, loop, native, train
 from tests import captured, tiny_models
 
 
@@ -113,14 +113,14 @@ def test_the_dry_run_counts_steps(undisturbed, tmp_path, target):
 def test_stopping_and_resuming_changes_nothing(undisturbed, target, warm_start, tmp_path, monkeypatch, stop):
     """T12: losses, learning rates, order, weights and moments are bit for bit those of the undisturbed run."""
     path = captured.write_run(tmp_path, target, warm_start=warm_start)
-    original = train.Training._step
+    original = loop.Training._step
 
     def step(self, planned):
         if planned.number == stop:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, planned)
 
-    monkeypatch.setattr(train.Training, "_step", step)
+    monkeypatch.setattr(loop.Training, "_step", step)
     code, summary = captured.train(path)
     assert code == 143 and "signal 15" in summary["error"]
     assert checkpoint.step_number(last(path)) == stop
@@ -134,7 +134,7 @@ def test_stopping_and_resuming_changes_nothing(undisturbed, target, warm_start, 
 def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tmp_path, monkeypatch):
     """T12, T13: SIGKILL after every second step, and once in the middle of a save."""
     path = captured.write_run(tmp_path, target, warm_start=warm_start)
-    original, save = train.Training._step, checkpoint.save_file
+    original, save = loop.Training._step, checkpoint.save_file
 
     def killed(at):
         def work():
@@ -143,7 +143,7 @@ def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tm
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(self, planned)
 
-            monkeypatch.setattr(train.Training, "_step", step)
+            monkeypatch.setattr(loop.Training, "_step", step)
             captured.train(path, "train.save_every=1")
 
         return captured.wait(captured.forked(work))

@@ -1,0 +1,43 @@
+"""Rows of stage 02 as a training run uses them: what it learns from, what it validates on, in which order."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafter import data
+from drafter.contracts import Counts
+from drafter.errors import ContractError
+from drafter.stage import Stage
+
+VALIDATION_ROWS = 256  # looked at in one validation; more held-out rows than that only cost time
+
+
+@dataclass(slots=True)
+class Dataset:
+    """`validation` holds at most VALIDATION_ROWS of the held-out rows."""
+
+    folder: Path
+    train: list[data.Example]
+    validation: list[data.Example]
+    plan: data.Plan
+
+
+def read_dataset(stage: Stage, world: int) -> Dataset:
+    """Rows, split and plan. Raises ContractError when nothing is left to learn from."""
+    config, train = stage.config, stage.config.train
+    folder = config.stage_dir("02_hidden_states")
+    entries = sorted(data.read_index(folder), key=lambda entry: entry.row_id)[: stage.args.limit]
+    stage.counts = Counts(total=len(entries))
+    rows = data.examples(entries, config.target.max_seq_len, train.ttt_steps, stage.counts)
+    if not rows:
+        raise ContractError(f"none of the {len(entries)} rows in {folder} has a supervised token: nothing to learn")
+    training, validation = data.split(rows, train.validation_share)
+    if not training:
+        raise ContractError(
+            f"all {len(rows)} rows are of one conversation, which validation takes: nothing to train on"
+        )
+    capacity = config.target.max_seq_len
+    packs_per_step = max(1, round((train.tokens_per_step or capacity * world) / capacity))
+    order = data.Plan(training, capacity, packs_per_step, train.epochs, config.run.seed)
+    if train.max_steps is not None:
+        del order.steps[train.max_steps :]
+    return Dataset(folder, training, validation[:VALIDATION_ROWS], order)

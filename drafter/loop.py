@@ -1,0 +1,326 @@
+"""The training loop: steps, validations and checkpoints. One process or many, the same code and the same order."""
+
+import math
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from drafter import checkpoint, data, draft, layers, native, parallel, scratch
+from drafter.config import Config
+from drafter.dataset import Dataset
+from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
+from drafter.metrics import Metrics, summary, summary_by_region
+from drafter.optimizer import Optimizer, learning_rate
+from drafter.stage import Progress, Stage, say
+from drafter.verifier import Verifier, read_last_layer, read_verifier
+
+
+@dataclass(slots=True)
+class Position:
+    """Where training stands; what a checkpoint remembers beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    best: float = 0.0  # expected acceptance of the best validation
+    stale: int = 0  # validations since then
+    expected_acceptance: float = 0.0  # of the last validation at or before this step
+    seconds_per_step: float = 0.0
+
+
+class Training:
+    """The loop and what it holds."""
+
+    def __init__(self, stage: Stage, dataset: Dataset, ranks: parallel.Ranks):
+        self.stage, self.dataset, self.ranks = stage, dataset, ranks
+        self.config: Config = stage.config
+        self.position = Position()
+        self.metrics: Metrics | None = None
+        self.signal = 0
+
+    def run(self) -> None:
+        self._prepare()
+        self._say_facts()
+        if self.ranks.main:
+            self.metrics = Metrics(self.stage.folder, self.position.step)
+        self._listen()
+        steps = self.dataset.plan.steps
+        progress = Progress(len(steps), "steps", self.position.step) if self.ranks.main else None
+        remaining = steps[self.position.step :]
+        shares = (item for step in remaining for item in step.share(self.ranks.rank, self.ranks.world))
+        self.stream = self.loader.packs(shares)
+        try:
+            if self.position.step == 0:
+                self._validate()
+            for step in remaining:
+                figures = self._step(step)
+                if progress:
+                    progress.advance(
+                        1, **{key: figures[key] for key in ("loss", "expected_acceptance", "tokens_per_s")}
+                    )
+                self._after(step.number, last=step is steps[-1])
+                if figures["stop"]:
+                    if not self._saved(step.number):
+                        self._save()
+                    raise Interrupted(figures["stop"])
+                patience = self.config.train.patience
+                if patience and self.position.stale >= patience:
+                    say("step %d: no better for %d validations, stopping early", step.number, patience)
+                    if not self._saved(step.number):
+                        self._save()
+                    break
+        finally:
+            if progress:
+                progress.close()
+            if self.metrics:
+                self.metrics.close()
+        self._finish()
+
+    # Before the first step
+
+    def _prepare(self) -> None:
+        config, train = self.config, self.config.train
+        verifier = read_verifier(config.target.model)
+        done = checkpoint.complete_steps(self.stage.folder)
+        if done:
+            weights, self.settings = checkpoint.read_draft(done[-1])
+            self._resume(checkpoint.read_state(done[-1]))
+        else:
+            weights, self.settings = first_draft(config, verifier, self.dataset)
+        self.keeps_embedding = native.EMBEDDING in weights
+        self.compute = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        self.model = draft.build(weights, self.settings, verifier, config.target)
+        self.model.prepare(verifier, self.compute, train.ttt_steps)
+        self.model.to(self.ranks.device)
+        if train.warm_start and not done:
+            rows = self.dataset.train + self.dataset.validation
+            self.stage.facts["layer_losses"] = layers.check(self.model, config, rows)
+        draft.trainable(self.model, train.trainable)
+        reader = data.Reader(
+            self.dataset.folder,
+            config.target.layer_ids,
+            train.ttt_steps,
+            reasons=config.target.think_end is not None,
+            pin=self.ranks.device.type == "cuda",
+        )
+        self.loader = data.Loader(reader, self.ranks.device, train.loader_workers)
+        asked = self._kind_before(done[-1]) if done else train.parallel
+        self.kind = parallel.choose(asked, self.model, self.ranks, self.compute, self._try)
+        self.wrapped = parallel.wrap(self.model, self.kind, self.ranks, self.compute)
+        parameters = draft.trainable(self.model, train.trainable)  # sharded by now
+        self.optimizer = Optimizer(parameters, train, native.read(train.warm_start)[0] if train.l2_sp else None)
+        if done:
+            self.optimizer.load(checkpoint.read_moments(done[-1]), self.position.step)
+            say("resuming from %s", done[-1].name)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError naming what differs from the run that made the checkpoint."""
+        now = self._identity()
+        differing = [
+            f"{key} (was {state.get(key)!r}, is {value!r})" for key, value in now.items() if state.get(key) != value
+        ]
+        if differing:
+            raise ConfigError(
+                f"04_train was begun with other {', '.join(differing)}; use another run.name, or remove "
+                f"{self.stage.folder} to train anew"
+            )
+        self.position = Position(**{key: state[key] for key in asdict(self.position)})
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a resumed step to be the step that would have been."""
+        return {
+            "rows": len(self.dataset.train),
+            "plan": self.dataset.plan.fingerprint,
+            "packs_per_step": max(len(step.packs) for step in self.dataset.plan.steps),
+            "trainable": sorted(self.config.train.trainable),
+        }
+
+    def _kind_before(self, step: Path) -> str:
+        """`auto` keeps, on as many ranks, what it chose: a resumed run adds its numbers in the same order."""
+        state, asked = checkpoint.read_state(step), self.config.train.parallel
+        same = state.get("ranks") == self.ranks.world
+        return state.get("parallel", asked) if asked == "auto" and same else asked
+
+    def _try(self, model: torch.nn.Module) -> None:
+        """Forward and backward pass of a wrapped copy over this rank's first pack."""
+        share = self.dataset.plan.steps[0].share(self.ranks.rank, self.ranks.world)
+        scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
+        for pack in self.loader.packs(share[:1]):
+            model(pack, scale)[0].backward()
+
+    def _say_facts(self) -> None:
+        rows = self.dataset.train
+        tokens, anchors = sum(row.slots for row in rows), sum(row.asked[0] for row in rows)
+        counts = data.token_counts(rows, self.dataset.folder, self.config.target.architecture.vocab_size)
+        kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
+        outside = 1 - float(counts[kept].sum() / counts.sum())
+        numbers = sum(parallel.local(p).numel() for p in self.optimizer.parameters.values())
+        frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        self.stage.facts |= {
+            "rows_train": len(rows),
+            "rows_validation": len(self.dataset.validation),
+            "tokens": tokens,
+            "supervised_share": round(anchors / tokens, 4),
+            "out_of_vocabulary_share": round(outside, 4),
+            "trainable_parameters": sum(p.numel() for p in self.optimizer.parameters.values()),
+            "state_gb": round((16 * numbers + frozen) / 1e9, 2),
+            "ranks": self.ranks.world,
+            "parallel": self.kind,
+        }
+        if self.ranks.main:
+            facts = self.stage.facts
+            say(
+                "%d rows train, %d validate; %d tokens, %.1f%% supervised, %.2f%% outside the draft vocabulary",
+                len(rows), facts["rows_validation"], tokens, 100 * anchors / tokens, 100 * outside,
+            )  # fmt: skip
+            say(
+                "%.1fM parameters train on %d ranks; weights, gradients and moments take %.1f GB a rank",
+                facts["trainable_parameters"] / 1e6, self.ranks.world, facts["state_gb"],
+            )  # fmt: skip
+
+    def _listen(self) -> None:
+        """From here on a signal waits for the step to end."""
+
+        def note(signum: int, _frame) -> None:
+            self.signal = self.signal or signum
+
+        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGINT, note)
+
+    # The loop's parts
+
+    def _step(self, step: data.Step) -> dict[str, Any]:
+        """One optimizer step over this rank's packs. Raises ContractError, before the update, on a bad number."""
+        train, started, waited = self.config.train, time.perf_counter(), self.loader.waited
+        share = step.share(self.ranks.rank, self.ranks.world)
+        # Gradients are averaged over ranks, the loss over the guesses of all ranks.
+        scale = torch.tensor(
+            [train.ttt_decay**k * self.ranks.world / max(1, n) for k, n in enumerate(step.asked)],
+            device=self.ranks.device,
+        )
+        sums = torch.zeros(2, train.ttt_steps, len(draft.STATS), device=self.ranks.device)
+        for index in range(len(share)):
+            with parallel.gradient_sync(self.wrapped, last=index + 1 == len(share)):
+                loss, stats = self.wrapped(next(self.stream), scale)
+                loss.backward()
+            sums += stats
+        norm = self.optimizer.clip()
+        # One transfer a step brings everything the host must know, before the update.
+        signals = [float(self.signal == signal.SIGTERM), float(self.signal == signal.SIGINT)]
+        sums = self.ranks.sum(torch.cat([sums.flatten(), sums.new_tensor(signals)]))
+        *flat, terminated, interrupted, norm = torch.cat([sums, norm.reshape(1).to(sums.dtype)]).tolist()
+        if not math.isfinite(norm):
+            names = [row.entry.row_id for rows, _ in share for row in rows]
+            raise ContractError(f"step {step.number}: loss or gradient is not finite; this rank's rows: {names}")
+        lr = learning_rate(step.number, len(self.dataset.plan.steps), train)
+        self.optimizer.step(lr)
+
+        seconds = time.perf_counter() - started
+        self.position.step = step.number
+        self.position.tokens += step.tokens
+        self.position.seconds_per_step = seconds
+        figures = summary(torch.tensor(flat).view(2, train.ttt_steps, len(draft.STATS)).sum(0))
+        figures = {
+            "epoch": step.epoch,
+            "lr": lr,
+            "loss_total": sum(train.ttt_decay**k * loss for k, loss in enumerate(figures["loss"])),
+            **figures,
+            "gradient_norm": norm,
+            "tokens": self.position.tokens,
+            "tokens_per_s": round(step.tokens / seconds, 1),
+            "data_share": round((self.loader.waited - waited) / seconds, 4),
+        }
+        if self.ranks.device.type == "cuda":
+            figures["memory_gb"] = round(torch.cuda.max_memory_allocated(self.ranks.device) / 1e9, 2)
+        if self.metrics:
+            self.metrics.write("train", step.number, figures)
+        return figures | {"stop": signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0}
+
+    def _after(self, step: int, last: bool) -> None:
+        """Validate and save where it is due. What is saved has always been validated."""
+        train = self.config.train
+        save = last or step % train.save_every == 0
+        if save or step % train.validate_every == 0:
+            self._validate()
+        if save:
+            self._save()
+
+    def _validate(self) -> None:
+        started = time.perf_counter()
+        packs = data.pack(self.dataset.validation, self.config.target.max_seq_len, seed=None)
+        share = data.Step(0, 0, packs).share(self.ranks.rank, self.ranks.world)
+        sums = torch.zeros(2, self.config.train.ttt_steps, len(draft.STATS), device=self.ranks.device)
+        scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
+        with torch.no_grad():
+            for pack in self.loader.packs(share):
+                sums += self.model(pack, scale)[1]
+        figures = summary_by_region(self.ranks.sum(sums).cpu())
+        position, acceptance = self.position, figures["expected_acceptance"]
+        position.stale = 0 if acceptance > position.best else position.stale + 1
+        position.best = max(position.best, acceptance)
+        position.expected_acceptance = acceptance
+        if not self.ranks.main:
+            return
+        self.metrics.write(
+            "validation", position.step, figures | {"seconds": round(time.perf_counter() - started, 3)}
+        )
+        say(
+            "step %d: validation loss %s, expected acceptance length %.3f",
+            position.step, "/".join(f"{x:.3f}" for x in figures["loss"]), acceptance,
+        )  # fmt: skip
+        if position.step == 0:
+            self.stage.facts["expected_acceptance_before"] = acceptance
+
+    def _saved(self, step: int) -> bool:
+        return checkpoint.step_path(self.stage.folder, step).exists()
+
+    def _save(self) -> None:
+        """Gather on rank 0 and write there. Raises ResumableError when the disk is full; earlier steps stay."""
+        weights = parallel.gathered(draft.native_weights(self.model, self.keeps_embedding), self.ranks)
+        moments = parallel.gathered(self.optimizer.moments(), self.ranks)
+        state = asdict(self.position) | self._identity() | {"ranks": self.ranks.world, "parallel": self.kind}
+        path = checkpoint.step_path(self.stage.folder, self.position.step)
+
+        def write() -> None:
+            self.metrics.sync()
+            checkpoint.save(path, weights, self.settings, moments, state)
+            checkpoint.prune(self.stage.folder, self.config.train.keep_checkpoints)
+
+        try:
+            self.ranks.on_main(write)
+        except (OSError, SafetensorError, parallel.MainFailed) as error:
+            done = checkpoint.complete_steps(self.stage.folder)
+            kept = done[-1].name if done else "nothing"
+            raise ResumableError(f"step {self.position.step} could not be saved ({error}); {kept} is kept") from None
+
+    def _finish(self) -> None:
+        best = checkpoint.best_step(self.stage.folder)
+        if not self.ranks.main:
+            return
+        self.stage.facts |= {
+            "steps": len(self.dataset.plan.steps),
+            "plan": self.dataset.plan.fingerprint,
+            "last_step": self.position.step,
+            "best": best.name,
+            "expected_acceptance": checkpoint.read_state(best)["expected_acceptance"],
+            "tokens_seen": self.position.tokens,
+        }
+        say("best step: %s, expected acceptance length %.3f", best.name, self.stage.facts["expected_acceptance"])
+
+
+def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[native.Tensors, dict[str, Any]]:
+    """Weights and native config before the first step: the warm start's, with its own vocabulary, or from scratch."""
+    train, vocab_size = config.train, config.target.architecture.vocab_size
+    if train.warm_start is None:
+        settings = scratch.first_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)
+        vocabulary = None
+        if settings["draft_vocab_size"] != vocab_size:
+            counts = data.token_counts(dataset.train, dataset.folder, vocab_size)
+            vocabulary = scratch.draft_vocabulary(counts, settings["draft_vocab_size"])
+        layer = read_last_layer(config.target.model)
+        return scratch.first_weights(settings, verifier, vocabulary, config.run.seed, layer), settings
+    return native.check_folder(train.warm_start, config.target), native.read_config(train.warm_start)
