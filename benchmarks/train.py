@@ -505,9 +505,11 @@ def part_files(shape: Shape, arguments) -> None:
                 seconds = plain_reads(paths, threads, os.O_DIRECT if name == "direct" else 0)
                 metric(f"files_plain_{name}_{threads}_threads_gb_per_s", written / 1e9 / seconds)
         rows = data.examples(entries, shape.pack, shape.steps, contracts.Counts(total=len(entries)))
-        runner = Ours(shape, shape.pack, folder)
+        runner, started = Ours(shape, shape.pack, folder), time.perf_counter()
         for _ in range(3):
             runner.step()
+        synchronize()
+        metric("files_three_first_steps_s", time.perf_counter() - started)
         reader = data.Reader(folder, tuple(facts_ids), shape.steps, reasons=False, pin=torch.cuda.is_available())
         own, unused = arguments.workers, float("inf")
         turns = [("cold_at_20k", 20_000, own), ("cold", None, own), ("warm", None, own)]
