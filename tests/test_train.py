@@ -439,6 +439,19 @@ def test_another_number_of_ranks_carries_on(target, warm_start, tmp_path, kind):
     assert losses["shrink"] == pytest.approx(losses["straight"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("ranks", "expected"), [(1, "fsdp2"), (2, "ddp")])
+def test_auto_keeps_what_it_chose_on_as_many_ranks(target, tmp_path, ranks, expected):
+    """T12: another kind adds the same numbers in another order."""
+    path = captured.write_run(tmp_path, target, parallel="auto")
+    assert captured.train(path, "train.max_steps=1")[0] == 0
+    state = last(path) / checkpoint.STATE
+    before = json.loads(state.read_text())
+    assert before["parallel"] == "ddp"
+    state.write_text(json.dumps(before | {"parallel": "fsdp2", "ranks": ranks}))
+    code, summary = captured.train(path, "train.max_steps=2")
+    assert code == 0 and summary["facts"]["parallel"] == expected
+
+
 def test_another_number_of_ranks_with_another_batch_is_refused_by_name(target, warm_start, tmp_path):
     path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=1)
     assert captured.train_on_ranks(1, path) == [0]
