@@ -103,7 +103,7 @@ def settings_of(degree: int, position: int, model: Path, args: argparse.Namespac
     flags = {"max-num-batched-tokens": 16384, "max-model-len": 8192, "gpu-memory-utilization": args.memory}
     flags |= {"kv-cache-memory-bytes": 20_000_000_000}  # servers that start together cannot measure what is free
     if args.tiny:
-        flags = {"max-num-batched-tokens": 2048, "max-model-len": 2048}
+        flags = {"max-num-batched-tokens": 8192, "max-model-len": 8192}  # a CPU cannot cut a row in MLA
     flags |= {"dtype": "bfloat16", "enforce-eager": True, "enable-prefix-caching": False}
     flags |= {"tensor-parallel-size": degree, "disable-custom-all-reduce": True}
     # NVLink multicast is not to be had everywhere; NCCL's rings are what a PCIe box has, too.
