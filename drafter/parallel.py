@@ -99,7 +99,7 @@ def choose(
 ) -> Kind:
     """What `auto` means here.
 
-    FSDP2 where a rank cannot hold the whole state. Where it can and GPUs copy to each other directly, both are equally
+    FSDP2 where a rank cannot hold the whole state. Where it can and GPUs copy to each other directly, both are as
     fast (docs/measurements.md) and DDP is the simpler one. Otherwise the box decides, by three steps of each kind.
     """
     if asked != "auto":
