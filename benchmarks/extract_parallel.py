@@ -59,11 +59,11 @@ def make_target(folder: Path) -> None:
         s["num_attention_heads"], s["qk_nope_head_dim"], s["qk_rope_head_dim"], s["v_head_dim"],
     )  # fmt: skip
 
-    def mlp(prefix: str, inner: int) -> dict[str, torch.Tensor]:
+    def mlp(prefix: str, inner: int, scale: float = 0.02) -> dict[str, torch.Tensor]:
         return {
             f"{prefix}.gate_proj.weight": normal(inner, hidden),
             f"{prefix}.up_proj.weight": normal(inner, hidden),
-            f"{prefix}.down_proj.weight": normal(hidden, inner),
+            f"{prefix}.down_proj.weight": normal(hidden, inner, scale),
         }
 
     for layer in range(LAYERS):
@@ -85,8 +85,8 @@ def make_target(folder: Path) -> None:
             tensors[f"{name}.mlp.gate.weight"] = normal(EXPERTS, hidden)
             tensors[f"{name}.mlp.gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
             tensors |= mlp(f"{name}.mlp.shared_experts", s["moe_intermediate_size"])
-            for expert in range(EXPERTS):
-                tensors |= mlp(f"{name}.mlp.experts.{expert}", s["moe_intermediate_size"])
+            for expert in range(EXPERTS):  # a random router has many ties: what they decide must weigh little
+                tensors |= mlp(f"{name}.mlp.experts.{expert}", s["moe_intermediate_size"], 0.002)
         save_file(tensors, folder / f"model-{layer}.safetensors", metadata={"format": "pt"})
     # Rows of the head differ in length: as in text, a few tokens stand out, and the best one is no tie.
     lengths = torch.randn(VOCAB, 1, generator=torch.Generator().manual_seed(1)).exp().bfloat16()
