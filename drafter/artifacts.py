@@ -213,6 +213,12 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def home(folder: Path) -> str:
+    """Identity of a folder: it stays when the folder is moved, and a copy has another."""
+    found = folder.stat()
+    return f"{found.st_dev}:{found.st_ino}"
+
+
 def free_bytes(path: Path) -> int:
     """Bytes an ordinary user can still write on the file system that holds `path` (which need not exist yet)."""
     while not path.exists():

@@ -148,6 +148,7 @@ class Server(Section):
     python: str | None = None  # interpreter that has vLLM; default: the one that runs the script
     start_minutes: PositiveFloat = 60
     stop_seconds: PositiveFloat = 300
+    hang_minutes: PositiveFloat = 10  # without an answer and without progress of the stage, then it is restarted
     restarts: NonNegativeInt = 3  # of a server that dies or hangs during one stage
     gpus: tuple[int, ...] = ()  # devices that must hold the model while up, and be free after down
 

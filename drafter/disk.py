@@ -6,7 +6,6 @@ By hand: `python -m drafter.artifacts du|clean --config FILE`. `clean` proposes;
 import argparse
 import logging
 import shutil
-import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -137,32 +136,24 @@ def table(held: list[Held]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m drafter.artifacts", description=__doc__.splitlines()[0])
-    parser.add_argument("verb", choices=("du", "clean"))
-    parser.add_argument(
+    arguments = stage.tool_parser(__doc__, "python -m drafter.artifacts")
+    arguments.add_argument("verb", choices=("du", "clean"))
+    arguments.add_argument(
         "folders", nargs="*", metavar="RUN/STAGE", help="clean these too, exported or not; needs --yes"
     )
-    parser.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    parser.add_argument("--yes", action="store_true", help="really free what clean proposes")
-    args = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    try:
-        run_config = config.load(args.config, args.overrides)
-        held = survey(run_config)
-        unknown = set(args.folders) - {f"{each.run.name}/{each.stage}" for each in held}
-        if unknown:
-            raise ConfigError(f"no such folder below {run_config.run.dir}: {', '.join(sorted(unknown))}")
-        print(table(held))
-        if args.verb == "clean":
-            freed = clean(held, run_config.run.dir / "freed.jsonl", tuple(args.folders)) if args.yes else 0
-            proposed = sum(each.bytes for each in held if each.proposed)
-            print(
-                f"{freed / 2**30:.2f} GiB freed"
-                if args.yes
-                else f"{proposed / 2**30:.2f} GiB would be freed with --yes"
-            )
-    except StageError as error:
-        print(f"artifacts: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    arguments.add_argument("--yes", action="store_true", help="really free what clean proposes")
+    return stage.run_tool("artifacts", _command, arguments, argv)
+
+
+def _command(run_config: config.Config, args: argparse.Namespace) -> None:
+    held = survey(run_config)
+    unknown = set(args.folders) - {f"{each.run.name}/{each.stage}" for each in held}
+    if unknown:
+        raise ConfigError(f"no such folder below {run_config.run.dir}: {', '.join(sorted(unknown))}")
+    print(table(held))
+    if args.verb == "clean" and args.yes:
+        freed = clean(held, run_config.run.dir / "freed.jsonl", tuple(args.folders))
+        print(f"{freed / 2**30:.2f} GiB freed")
+    elif args.verb == "clean":
+        proposed = sum(each.bytes for each in held if each.proposed)
+        print(f"{proposed / 2**30:.2f} GiB would be freed with --yes")

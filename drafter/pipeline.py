@@ -8,11 +8,8 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,14 +17,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import get_args
 
-from drafter import artifacts, config, default_model, gpu, plan, process, report, server, status
-from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
+from drafter import (
+    artifacts,
+    config,
+    default_model,
+    gpu,
+    interrupts,
+    plan,
+    process,
+    report,
+    server,
+    status,
+    supervise,
+)
+from drafter.errors import ConfigError, Interrupted, StageError
 from drafter.stage import Parser, of_the_machine, positive, read_manifest
 
 log = logging.getLogger("drafter")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAVE_SECONDS = 120  # a stage that was asked to stop has this long to save
+EVENT_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -57,12 +66,14 @@ class Pipeline:
         self.limit = limit
         self.deadline = deadline
         self.state: dict = {"run": run_config.run.name, "status": "running", "stage": None, "stages": {}}
+        self.state["production"] = []  # units that were active before, and are to be so again
 
     def run(self) -> int:
         """The recipe. Returns the exit code of the first stage that failed."""
         with artifacts.locked(self.config.run_dir), self._machine_given_back():
             worked = False
             for step in self.steps:
+                interrupts.check()
                 if not self.pending(step):
                     log.info("%s: nothing to do", step.stage)
                     self._note(step, status="complete")
@@ -98,7 +109,7 @@ class Pipeline:
         return 0 if taken else self.plan(step)["pending"]
 
     def plan(self, step: Step, *verbs: str) -> dict:
-        done = subprocess.run([*self._command(step), *verbs, "--dry-run"], capture_output=True, text=True)
+        done = process.run([*self._command(step), *verbs, "--dry-run"])
         if done.returncode:
             message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
             error = ConfigError if done.returncode == 2 else StageError
@@ -127,19 +138,13 @@ class Pipeline:
         """Servers as the step needs them, then the step, again after each repair of its server."""
         started = time.time()
         self._note(step, status="running", started=started)
-        if step.machine:
-            self._only(step.role)
-        repairs = 0
-        while True:
+        try:
+            if step.machine:
+                self._only(step.role)
             code, summary = self._watch(step)
-            if code != ResumableError.exit_code or not step.role or not server.missing(self.config, step.role):
-                break
-            repairs += 1
-            if repairs > getattr(self.config.servers, step.role).restarts:
-                break
-            log.info("server %s is sick: restart %d", step.role, repairs)
-            server.down(self.config, step.role)
-            server.up(self.config, step.role)
+        except StageError as error:  # its server
+            log.info("%s", error)
+            code, summary = error.exit_code, {"error": str(error)}
         status = "failed" if code else "complete"
         self._note(step, status=status, seconds=round(time.time() - started, 1), exit_code=code)
         self._report()
@@ -163,55 +168,13 @@ class Pipeline:
             line += ["--deadline", self.deadline]
         if step.number == "04":
             ranks = str(self.config.train.processes)
-            line[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+            line[1:1] = ["-m", "drafter.torchrun", "--standalone", "--nproc-per-node", ranks]
         return line
 
     def _watch(self, step: Step, *verbs: str) -> tuple[int, dict]:
-        """Run a step to its end, restarting its server when that dies; the exit code and summary of the step."""
+        """Run a step beside its server; its exit code and summary."""
         log_file = self.config.run_dir / "logs" / f"{step.stage}.log"
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        line = [*self._launch(step), *verbs]
-        log.info("%s: %s", step.stage, shlex.join(line))
-        worker = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        said: list[bytes] = []
-        readers = [
-            threading.Thread(target=_copy_lines, args=(worker.stderr, log_file), daemon=True),
-            threading.Thread(target=lambda: said.extend(worker.stdout), daemon=True),
-        ]
-        for reader in readers:
-            reader.start()
-        try:
-            repairs = 0
-            while worker.poll() is None:
-                time.sleep(0.5)
-                if step.role and not server.alive(self.config, step.role):
-                    repairs += 1
-                    self._repair(step.role, repairs)
-        except BaseException as stop:
-            # torchrun would give its ranks 30 s; the ranks save and end by themselves, and torchrun with them.
-            ranks = process.children(worker.pid) if step.number == "04" else []
-            process.send(ranks or [worker.pid], signal.SIGINT if _signum(stop) == signal.SIGINT else signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(SAVE_SECONDS)
-            raise
-        finally:
-            process.end_session(worker.pid, 5)
-            for reader in readers:
-                reader.join(5)
-        summary = _last_json(said)
-        killed = 128 - worker.returncode if worker.returncode < 0 else worker.returncode  # as a shell says it
-        return summary.get("exit_code", killed), summary
-
-    def _repair(self, role: config.Role, repairs: int) -> None:
-        """The stage waits through the outage meanwhile. Raises ResumableError when this happened too often."""
-        allowed = getattr(self.config.servers, role).restarts
-        if repairs > allowed:
-            raise ResumableError(f"server {role} died {repairs} times; see its log, then run the same command again")
-        log.info("server %s died: restart %d of at most %d", role, repairs, allowed)
-        server.down(self.config, role)
-        server.up(self.config, role)
+        return supervise.run(self.config, step.role, [*self._launch(step), *verbs], log_file)
 
     # Servers
 
@@ -233,10 +196,11 @@ class Pipeline:
     @contextlib.contextmanager
     def _machine_given_back(self) -> Iterator[None]:
         """Afterwards every server of ours is down, and every unit that was active before is active again."""
-        self._expect()
-        self.state["production"] = sorted({*self._remember(), *self._active_units()})
-        self._save()
+        self._remember()
         try:
+            self._expect()
+            self.state["production"] = sorted({*self.state["production"], *self._active_units()})
+            self._save()
             yield
         except Interrupted as stop:
             self._finish("interrupted", str(stop))
@@ -245,7 +209,7 @@ class Pipeline:
             self._finish("failed", str(error))
             raise
         finally:
-            _ignore_signals()
+            interrupts.mute()
             self._give_back()
 
     def _expect(self) -> None:
@@ -254,13 +218,16 @@ class Pipeline:
         if not path.exists():
             artifacts.write_json(path, plan.to_record(self.config))
 
-    def _remember(self) -> list[str]:
-        """Take over what earlier calls did; the production units that one which was killed has not given back."""
+    def _remember(self) -> None:
+        """Take over what earlier calls did, and the production units that a killed one has not given back.
+
+        Of a run that this is a copy of, the units are its own affair.
+        """
         with contextlib.suppress(FileNotFoundError, ValueError):
             earlier = json.loads(state_path(self.config).read_text())
             self.state["stages"] = earlier["stages"]
-            return earlier["production"]
-        return []
+            if earlier.get("home") == artifacts.home(self.config.run_dir):
+                self.state["production"] = earlier["production"]
 
     def _active_units(self) -> list[str]:
         roles = [role for role in get_args(config.Role) if getattr(self.config.servers, role).kind == "systemd"]
@@ -279,10 +246,9 @@ class Pipeline:
             own = getattr(self.config.servers, role)
             if own.unit in production:
                 with _only_logged(f"giving back {own.unit}"):
-                    server.systemctl(own, "start", "--no-block", own.unit)
+                    server.systemctl(own, *server.START, own.unit)
                     production.discard(own.unit)
                     log.info("%s is starting again, as it was before", own.unit)
-        self._expect()
         self.state["production"] = sorted(production)
         self._save()
 
@@ -307,7 +273,10 @@ class Pipeline:
             report.write(self.config)
 
     def _save(self) -> None:
-        self.state |= {"pid": os.getpid(), "updated": time.time()}
+        self.state |= process.identity(os.getpid()) | {
+            "home": artifacts.home(self.config.run_dir),
+            "updated": time.time(),
+        }
         artifacts.write_json(state_path(self.config), self.state)
 
     def _event(self, event: str, step: Step | None = None) -> None:
@@ -316,7 +285,9 @@ class Pipeline:
             return
         facts = {"EVENT": event, "STAGE": step.stage if step else "", "RUN": self.config.run.name}
         with _only_logged("run.on_event"):
-            subprocess.run(self.config.run.on_event, shell=True, env=os.environ | facts, timeout=60, check=True)
+            done = process.run(["/bin/sh", "-c", self.config.run.on_event], EVENT_SECONDS, env=os.environ | facts)
+            if done.returncode:
+                log.info("run.on_event: exit code %d: %s", done.returncode, " ".join(done.stderr.split()))
 
 
 def state_path(run_config: config.Config) -> Path:
@@ -330,40 +301,6 @@ def _only_logged(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.info("%s: %s", what, error)
-
-
-def _copy_lines(source, log_file: Path) -> None:
-    """Show a stage's talk as it comes, and keep it."""
-    with open(log_file, "ab") as kept:
-        for line in source:
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
-            kept.write(line)
-            kept.flush()
-
-
-def _last_json(lines: list[bytes]) -> dict:
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                return found
-    return {}
-
-
-def _signum(stop: BaseException) -> int | None:
-    return stop.exit_code - 128 if isinstance(stop, Interrupted) else None
-
-
-def _ignore_signals() -> None:
-    """Once is enough: saving and giving back must finish."""
-    for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-
-
-def _interrupt(signum: int, _frame) -> None:
-    _ignore_signals()
-    raise Interrupted(signum)
 
 
 def chosen(first: str | None, only: str | None) -> tuple[Step, ...]:
@@ -396,8 +333,7 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    for signum in SIGNALS:
-        signal.signal(signum, _interrupt)
+    interrupts.listen(*SIGNALS)
     pipeline: Pipeline | None = None
     try:
         args = parser().parse_args(argv)

@@ -7,14 +7,12 @@ machine, else from a profile in `configs/profiles`, and the plan says which. Eve
 import argparse
 import dataclasses
 import json
-import logging
 import shlex
-import sys
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from drafter import artifacts, config
-from drafter.errors import ConfigError, StageError
+from drafter import artifacts, config, stage
+from drafter.errors import ConfigError
 from drafter.rates import (
     Profile,
     Range,
@@ -297,21 +295,15 @@ def to_record(run_config: config.Config) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m drafter.plan", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    parser.add_argument("--profile", metavar="NAME", help="a file of configs/profiles; default: this machine's")
-    parser.add_argument("--deadline", metavar="HH:MM")
-    parser.add_argument("--json", action="store_true", help="the estimate by stage, for programs")
-    args = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    try:
-        run_config = config.load(args.config, args.overrides)
+    arguments = stage.tool_parser(__doc__, "python -m drafter.plan")
+    arguments.add_argument("--profile", metavar="NAME", help="a file of configs/profiles; default: this machine's")
+    arguments.add_argument("--deadline", metavar="HH:MM")
+    arguments.add_argument("--json", action="store_true", help="the estimate by stage, for programs")
+
+    def body(run_config: config.Config, args: argparse.Namespace) -> None:
         print(json.dumps(to_record(run_config)) if args.json else show(run_config, args.profile, args.deadline))
-    except StageError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return stage.run_tool("plan", body, arguments, argv)
 
 
 if __name__ == "__main__":

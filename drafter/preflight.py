@@ -1,17 +1,19 @@
 """Every check of every stage that can be made before the first: what is knowable at 19:00 must not fail at 04:00."""
 
+import grp
 import json
 import os
 import pwd
+import shlex
 import socket
-import subprocess
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu, native, plan, rates, server, verifier
+from drafter import artifacts, config, gpu, native, plan, process, rates, server, verifier
 from drafter.errors import ConfigError, StageError
 
 ENGINE = "engine.json"  # what the installed vLLM said about this target
@@ -75,13 +77,8 @@ def engine(run_config: config.Config) -> Iterator[str]:
     question = {"python": own.python or sys.executable, "architecture": architecture}
     answer = json.loads(kept.read_text()) if kept.exists() else {}
     if {key: answer.get(key) for key in question} != question:
-        done = subprocess.run(
-            [question["python"], "-c", ASK_ENGINE, architecture],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=server.environment(own),
-        )
+        line = [question["python"], "-c", ASK_ENGINE, architecture]
+        done = process.run(line, timeout=300, env=server.environment(own))
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
             yield f"servers.evaluate: {question['python']} cannot import vLLM: {last[0]}"
@@ -119,31 +116,75 @@ def units(run_config: config.Config) -> Iterator[str]:
         own = getattr(run_config.servers, role)
         if own.kind != "systemd":
             continue
-        server.restarts_of(own)
-        if Path(own.systemctl[0]).name == "sudo":
-            for verb in ("start", "stop"):
-                prefix = [part for part in own.systemctl[:-1] if part != "-l"]
-                asked = [*prefix, "-l", own.systemctl[-1], verb, own.unit]
-                if subprocess.run(asked, capture_output=True, timeout=30).returncode:
-                    yield f"servers.{role}: this user may not run {' '.join([*own.systemctl, verb, own.unit])}"
+        running = server.alive(run_config, role)
+        if Path(own.systemctl[0]).name != "sudo":
+            # What changes nothing and takes the same right.
+            server.systemctl(own, *(server.START if running else server.STOP), own.unit)
+            continue
+        for verb in (server.START, server.STOP, server.STATUS):
+            asked = [own.systemctl[0], "-l", *own.systemctl[1:], *verb, own.unit]
+            if process.run(asked, timeout=30).returncode:
+                line = shlex.join([*own.systemctl, *verb, own.unit])
+                yield f"servers.{role}: this user may not run {line}; allow it in sudoers, see docs/operations.md"
 
 
 def shared_folder(run_config: config.Config) -> Iterator[str]:
-    """What the extract unit's user writes, this user must be able to rename and delete."""
-    own = run_config.servers.extract
+    """Where the extract unit's user is to write, and that this user may rename and delete what that one writes."""
+    own, states = run_config.servers.extract, run_config.stage_dir("02_hidden_states")
     if own.kind != "systemd":
         return
-    shown = server.systemctl(own, "show", own.unit, "--property=User,UMask")
-    unit = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-    me = pwd.getpwuid(os.getuid()).pw_name
-    if unit.get("User") in (me, "", None) or me == "root":
+    if own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
+        yield f"servers.extract.link: {own.link} cannot be made a link; move away what is there, or chmod its folder"
+    yield from sharing(states, own.unit, server.properties(own))
+
+
+def sharing(folder: Path, unit: str, properties: dict[str, str]) -> Iterator[str]:
+    """The same for the folder the unit writes in, which this user makes if need be; `properties` are systemd's."""
+    try:
+        writer = pwd.getpwnam(properties.get("User") or "root")
+        group = grp.getgrnam(properties["Group"]).gr_gid if properties.get("Group") else writer.pw_gid
+    except KeyError as error:
+        yield f"{unit}: {error.args[0]}"
         return
-    folder = run_config.run.dir
-    mode = folder.stat()
-    if not mode.st_mode & 0o2000 or not mode.st_mode & 0o020 or mode.st_gid not in (os.getgid(), *os.getgroups()):
-        yield f"{own.unit} runs as {unit['User']}: make {folder} a shared folder (chgrp a common group, chmod 2775)"
-    if int(unit.get("UMask", "0022"), 8) & 0o020:
-        yield f"{own.unit} writes files that its group cannot change: set UMask=0002 in the unit"
+    if writer.pw_uid == os.getuid():
+        return
+    there = folder
+    while not there.exists():
+        there = there.parent
+    made = there.stat() if there == folder else _would_make(there)
+    name, mine = writer.pw_name, (os.getgid(), *os.getgroups())
+    theirs = (group, *os.getgrouplist(name, writer.pw_gid))
+    way = f"make {there} a folder of a group that both users are in, mode 2775, and start with umask 002"
+
+    def writer_may(need: int, found: os.stat_result) -> bool:
+        return writer.pw_uid == 0 or _grants(
+            need, found.st_mode, found.st_uid == writer.pw_uid, found.st_gid in theirs
+        )
+
+    if not writer_may(0o3, made) or not all(writer_may(0o1, above.stat()) for above in (there, *there.parents)):
+        yield f"{unit} runs as {name}, who could not write in {folder}: {way}"
+    # What is made inside takes the folder's group where that has the setgid bit, else the writer's.
+    inside = made.st_gid if made.st_mode & stat.S_ISGID else group
+    umask = int(properties.get("UMask") or "0022", 8)
+    if os.getuid() and not _grants(0o7, 0o777 & ~umask, False, inside in mine):
+        fault = "set UMask=0002 in the unit" if inside in mine else way
+        yield f"{unit} runs as {name}, and this user could not rename or delete what it writes: {fault}"
+
+
+def _would_make(folder: Path) -> os.stat_result:
+    """What a new folder in there is like: the umask, the mode and the defaults from above."""
+    trial = folder / f".preflight.{os.getpid()}"
+    trial.mkdir()
+    try:
+        return trial.stat()
+    finally:
+        trial.rmdir()
+
+
+def _grants(need: int, mode: int, owner: bool, group: bool) -> bool:
+    """Whether a folder of this mode grants `need` (1 pass through, 2 change names, 4 list)."""
+    bits = mode >> 6 if owner else mode >> 3 if group else mode
+    return bits & need == need
 
 
 def folders(run_config: config.Config) -> Iterator[str]:

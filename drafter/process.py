@@ -3,14 +3,31 @@
 import contextlib
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from drafter import interrupts
 
 REMIND_SECONDS = 10
+KILL_SECONDS = 30  # a process that SIGKILL does not end in this time hangs in the kernel, and waiting is no use
+
+
+def identity(pid: int) -> dict[str, Any]:
+    """What tells a process from every other one, of another time or start of the machine too."""
+    return {"pid": pid, "birth": birth(pid), "boot": boot()}
+
+
+def lives(record: dict[str, Any]) -> bool:
+    """Whether the process of an `identity` is still alive."""
+    known = record.get("birth")
+    return known is not None and record["boot"] == boot() and known == birth(record["pid"])
 
 
 def birth(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot: with the pid, an identity. None when it is dead."""
+    """Start time of a live process in clock ticks since boot. None when it is dead."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] != "Z" else None
 
@@ -29,6 +46,15 @@ def children(parent: int) -> list[int]:
     return [pid for pid, fields in _all() if fields[0] != "Z" and int(fields[1]) == parent]
 
 
+def descendants(ancestor: int) -> list[int]:
+    """Children, their children, and so on, whatever sessions they are in."""
+    parents = {pid: int(fields[1]) for pid, fields in _all() if fields[0] != "Z"}
+    found = [ancestor]
+    for known in found:
+        found += [pid for pid, parent in parents.items() if parent == known]
+    return found[1:]
+
+
 def _all() -> list[tuple[int, list[str]]]:
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [(pid, fields) for pid in pids if (fields := _fields(pid))]
@@ -42,14 +68,14 @@ def _fields(pid: int) -> list[str] | None:
         return None
 
 
-def send(pids: list[int], signum: int) -> None:
+def send(pids: Iterable[int], signum: int) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # what sudo started is root's
             os.kill(pid, signum)
 
 
-def end_session(leader: int, seconds: float) -> None:
-    """Ask the leader to stop, then what outlives it; kill what is left after `seconds`.
+def end_session(leader: int, seconds: float) -> list[int]:
+    """Ask the leader to stop, then what outlives it; kill what is left after `seconds`. What even that left alive.
 
     Asked again every REMIND_SECONDS: vLLM loses a signal that comes while it boots.
     """
@@ -59,9 +85,32 @@ def end_session(leader: int, seconds: float) -> None:
         with contextlib.suppress(ChildProcessError):  # not our child when another process started it
             os.waitpid(leader, os.WNOHANG)
         now, led = time.monotonic(), leader in living
+        if now > deadline + KILL_SECONDS:
+            break
         if now > deadline:
             send(living, signal.SIGKILL)
         elif led not in asked or now >= asked[led] + REMIND_SECONDS:
             send([leader] if led else living, signal.SIGTERM)
             asked[led] = now
         time.sleep(0.1)
+    return living
+
+
+def run(line: list[str], timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run`, its output captured as text, in a session of its own that never outlives the call.
+
+    A Ctrl-C of the terminal does not reach it. Raises FileNotFoundError, TimeoutExpired.
+    """
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started: subprocess.Popen | None = None
+    try:
+        with interrupts.held():
+            started = subprocess.Popen(line, start_new_session=True, **pipes, **options)
+        out, err = started.communicate(timeout=timeout)
+    except BaseException:
+        if started is not None:
+            send(members(started.pid), signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(5)
+        raise
+    return subprocess.CompletedProcess(line, started.returncode, out, err)

@@ -4,9 +4,7 @@ Written after every stage from what the stages left behind; a part that is not t
 By hand: `python -m drafter.report --config FILE`.
 """
 
-import argparse
 import json
-import logging
 import re
 import shlex
 import sys
@@ -349,17 +347,8 @@ def _progress(path: Path) -> tuple[list[tuple[float, float]], str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m drafter.report", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    args = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    try:
-        print(write(config.load(args.config, args.overrides)))
-    except StageError as error:
-        print(f"report: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    arguments = stage.tool_parser(__doc__, "python -m drafter.report")
+    return stage.run_tool("report", lambda run_config, _: print(write(run_config)), arguments, argv)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,16 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu, process
-from drafter.errors import ConfigError, ResumableError, StageError
+from drafter import artifacts, config, gpu, interrupts, process, stage
+from drafter.errors import ConfigError, ResumableError
 from drafter.launch import command, environment
 
 log = logging.getLogger("drafter")
@@ -31,6 +30,14 @@ log = logging.getLogger("drafter")
 PROBE_SECONDS = 60  # a completion of one token that takes longer is a hang, also right after compiling kernels
 TAIL_LINES = 40
 GIVE_UP_RESTARTS = 2  # of a systemd unit that keeps dying while it boots
+QUICK_SECONDS = 10  # to stop a `command` that has nothing to finish: it was never ready, or hangs
+
+# What is asked of systemctl, before the unit's name: the rights that a prefix must give.
+START = ("start", "--no-block")
+STOP = ("stop",)
+PROPERTIES = ("LoadState", "ActiveState", "NRestarts", "User", "Group", "UMask")
+SHOW = ("show", *(part for name in PROPERTIES for part in ("-p", name)))
+STATUS = ("status", "--no-pager", "--full", "-n", str(TAIL_LINES))
 
 
 def check(run_config: config.Config, role: config.Role) -> None:
@@ -67,8 +74,9 @@ def up(
     drafter: Path | None = None,
     num_speculative_tokens: int = 3,
     log_file: Path | None = None,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Start a role unless it runs already as asked, and wait until it is ready.
+    """Start a role unless it runs already as asked, and wait until it is ready, or no longer `wanted`.
 
     Raises ConfigError for what the user must change (no such unit, port taken), ResumableError when the server
     dies or is not ready in time. A `command` that failed leaves no process behind.
@@ -79,24 +87,28 @@ def up(
             log.info("%s writes for another run: restarting it for this one", server.unit)
             down(run_config, role)
         if not _unit(server)["alive"]:
-            systemctl(server, "start", "--no-block", server.unit)
+            systemctl(server, *START, server.unit)
     elif server.kind == "command":
         _start(run_config, role, command(run_config, role, drafter, num_speculative_tokens), log_file)
     try:
-        wait(run_config, role)
+        wait(run_config, role, wanted)
     except BaseException:
         if server.kind == "command":
             down(run_config, role)
         raise
 
 
-def wait(run_config: config.Config, role: config.Role) -> None:
+def wait(run_config: config.Config, role: config.Role, wanted: Callable[[], bool] = lambda: True) -> None:
     """Until ready, at most `start_minutes`. Raises ResumableError, after showing the end of the server's log."""
     server = _settings(run_config, role)
     started = spoke = time.monotonic()
     restarts, shown = restarts_of(server), None
     while reason := missing(run_config, role):
+        interrupts.check()
         waited = time.monotonic() - started
+        if not wanted():
+            log.info("server %s: nobody waits for it any more", role)
+            return
         if not alive(run_config, role) or restarts_of(server) - restarts >= GIVE_UP_RESTARTS:
             raise ResumableError(f"server {role} died while starting: {_show_tail(run_config, role)}")
         if waited > server.start_minutes * 60:
@@ -106,11 +118,13 @@ def wait(run_config: config.Config, role: config.Role) -> None:
             log.info("server %s: waiting %.0f s, %s", role, waited, reason)
             spoke, shown = time.monotonic(), reason
         time.sleep(1)
+    if server.kind == "command":
+        _mark_ready(run_config, role)
     log.info("server %s is ready after %.0f s", role, time.monotonic() - started)
 
 
-def down(run_config: config.Config, role: config.Role) -> None:
-    """Stop a role and wait until its GPU memory is free. An `external` role is left alone.
+def down(run_config: config.Config, role: config.Role, hangs: bool = False) -> None:
+    """Stop a role and wait until its GPU memory is free. An `external` role is left alone, one that hangs is killed.
 
     Raises ResumableError naming the processes that still hold the memory.
     """
@@ -118,9 +132,9 @@ def down(run_config: config.Config, role: config.Role) -> None:
     if server.kind == "external":
         return
     if server.kind == "systemd":
-        systemctl(server, "stop", server.unit, timeout=server.stop_seconds + 60)
+        systemctl(server, *STOP, server.unit, timeout=server.stop_seconds + 60)
     else:
-        _stop(run_config, role)
+        _stop(run_config, role, hangs)
     gpu.wait_free(server.gpus, server.stop_seconds)
 
 
@@ -146,11 +160,12 @@ def status(run_config: config.Config, role: config.Role) -> dict[str, Any]:
 # Readiness
 
 
-def missing(run_config: config.Config, role: config.Role) -> str | None:
+def missing(run_config: config.Config, role: config.Role, patience: float | None = None) -> str | None:
     """The first thing that stands between the role and a served request, or None when it is ready.
 
     Ready means: alive, /health is 200, the served name is listed with enough context, the GPUs hold the model,
-    and one real completion came back with token ids (an API can be healthy over a dead engine).
+    and one real completion came back with token ids within `patience` seconds (an API can be healthy over a dead
+    engine).
     """
     server = _settings(run_config, role)
     if not alive(run_config, role):
@@ -169,7 +184,7 @@ def missing(run_config: config.Config, role: config.Role) -> str | None:
         if reason := gpu.not_loaded(server.gpus, run_config.target.model):
             return reason
         body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        reply = _request(server, "/v1/completions", body, PROBE_SECONDS)
+        reply = _request(server, "/v1/completions", body, patience or PROBE_SECONDS)
         if not reply["choices"][0]["token_ids"]:
             return "its completions carry no token ids (vLLM's return_token_ids)"
     except urllib.error.HTTPError as error:
@@ -215,14 +230,25 @@ def _record_path(run_config: config.Config, role: config.Role) -> Path:
     return run_config.run_dir / "servers" / f"{role}.json"
 
 
+def _read_record(run_config: config.Config, role: config.Role) -> dict | None:
+    """What was noted of the process we started for this role; None for another run's, of which this is a copy."""
+    path = _record_path(run_config, role)
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        record = json.loads(path.read_text())
+        return record if record.get("home") == artifacts.home(path.parent) else None
+    return None
+
+
 def _recorded(run_config: config.Config, role: config.Role) -> dict | None:
     """The process we started for this role, if it still lives (its pid was not given to another process)."""
-    try:
-        record = json.loads(_record_path(run_config, role).read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    same = record["boot"] == process.boot() and record["birth"] == process.birth(record["pid"])
-    return record if same else None
+    record = _read_record(run_config, role)
+    return record if record and process.lives(record) else None
+
+
+def _mark_ready(run_config: config.Config, role: config.Role) -> None:
+    record = _recorded(run_config, role)
+    if record and not record["ready"]:
+        artifacts.write_json(_record_path(run_config, role), record | {"ready": True})
 
 
 def _start(run_config: config.Config, role: config.Role, line: list[str], log_file: Path | None) -> None:
@@ -241,7 +267,7 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
             raise ConfigError(f"servers.{role}.url: cannot listen at {server.url} ({error.strerror})") from None
     path = log_file or _record_path(run_config, role).with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as output:
+    with open(path, "ab") as output, interrupts.held():
         started = subprocess.Popen(
             line,
             stdin=subprocess.DEVNULL,
@@ -250,23 +276,30 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
             env=environment(server),
             start_new_session=True,
         )
-    try:
-        identity = {"pid": started.pid, "birth": process.birth(started.pid), "boot": process.boot()}
-        artifacts.write_json(_record_path(run_config, role), identity | {"command": line, "log": str(path)})
-    except BaseException:
-        process.end_session(started.pid, 0)  # unrecorded, nobody would ever stop it
-        raise
+        try:
+            _record(run_config, role, process.identity(started.pid) | {"command": line, "log": str(path)})
+        except BaseException:
+            process.end_session(started.pid, 0)  # unrecorded, nobody would ever stop it
+            raise
     log.info("server %s: started process %d, log in %s", role, started.pid, path)
 
 
-def _stop(run_config: config.Config, role: config.Role) -> None:
+def _record(run_config: config.Config, role: config.Role, facts: dict) -> None:
     path = _record_path(run_config, role)
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        record = json.loads(path.read_text())
-        # Workers may outlive the leader; but a pid that was given to somebody else since is not ours to end.
-        if record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record["birth"]):
-            process.end_session(record["pid"], _settings(run_config, role).stop_seconds)
-    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    artifacts.write_json(path, facts | {"home": artifacts.home(path.parent), "ready": False})
+
+
+def _stop(run_config: config.Config, role: config.Role, hangs: bool = False) -> None:
+    """Raises ResumableError naming processes that cannot be ended; the record of them stays."""
+    record = _read_record(run_config, role)
+    # Workers may outlive the leader; but a pid that was given to somebody else since is not ours to end.
+    if record and record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record["birth"]):
+        patient = record["ready"] and not hangs
+        seconds = _settings(run_config, role).stop_seconds
+        if left := process.end_session(record["pid"], seconds if patient else min(seconds, QUICK_SECONDS)):
+            raise ResumableError(f"server {role}: process {', '.join(map(str, left))} hangs and cannot be ended")
+    _record_path(run_config, role).unlink(missing_ok=True)
 
 
 # Kind `systemd`
@@ -276,7 +309,7 @@ def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> st
     """Raises ConfigError when systemctl refuses (no right, no such unit)."""
     line = [*server.systemctl, *arguments]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+        done = process.run(line, timeout)
     except FileNotFoundError:
         raise ConfigError(f"no {line[0]} on this machine; set servers.<role>.systemctl or another kind") from None
     except subprocess.TimeoutExpired:
@@ -286,10 +319,14 @@ def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> st
     return done.stdout
 
 
+def properties(server: config.Server) -> dict[str, str]:
+    """What systemd says of the role's unit, its state and its user."""
+    return dict(line.split("=", 1) for line in systemctl(server, *SHOW, server.unit).splitlines() if "=" in line)
+
+
 def _unit(server: config.Server) -> dict[str, Any]:
     """State of the role's unit. Raises ConfigError when it is not installed."""
-    shown = systemctl(server, "show", server.unit, "--property=LoadState,ActiveState,NRestarts")
-    state = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    state = properties(server)
     if state.get("LoadState") == "not-found":
         raise ConfigError(f"no systemd unit {server.unit}; install configs/systemd/{server.unit}.service")
     return {
@@ -341,33 +378,24 @@ def tail(run_config: config.Config, role: config.Role) -> str:
     server = _settings(run_config, role)
     if server.kind == "systemd":
         # `status` exits 3 for a stopped unit: its output is wanted all the same.
-        line = [*server.systemctl, "status", server.unit, "--no-pager", "--full", f"--lines={TAIL_LINES}"]
-        return subprocess.run(line, capture_output=True, text=True, timeout=60).stdout
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        record = json.loads(_record_path(run_config, role).read_text())
-        return "\n".join(Path(record["log"]).read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        return process.run([*server.systemctl, *STATUS, server.unit], 60).stdout
+    if record := _read_record(run_config, role):
+        with contextlib.suppress(FileNotFoundError):
+            return "\n".join(Path(record["log"]).read_text(errors="replace").splitlines()[-TAIL_LINES:])
     return ""
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m drafter.server", description=__doc__.splitlines()[0])
-    parser.add_argument("verb", choices=("up", "wait", "status", "down"))
-    parser.add_argument("role", choices=get_args(config.Role))
-    parser.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    args = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    try:
-        run_config = config.load(args.config, args.overrides)
+    arguments = stage.tool_parser(__doc__, "python -m drafter.server")
+    arguments.add_argument("verb", choices=("up", "wait", "status", "down"))
+    arguments.add_argument("role", choices=get_args(config.Role))
+
+    def body(run_config: config.Config, args: argparse.Namespace) -> None:
         if args.verb != "status":
             {"up": up, "wait": wait, "down": down}[args.verb](run_config, args.role)
         print(json.dumps(status(run_config, args.role)))
-    except StageError as error:
-        print(f"server {args.role}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return stage.run_tool("server", body, arguments, argv)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, config, contracts
+from drafter import artifacts, config, contracts, interrupts
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 
 log = logging.getLogger("drafter")
@@ -177,14 +177,37 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parser(description: str) -> Parser:
-    """The arguments every script takes. What describes the run is config; verbs are flags."""
-    result = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def tool_parser(description: str, prog: str | None = None) -> Parser:
+    """The arguments every command takes."""
+    result = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    return result
+
+
+def parser(description: str) -> Parser:
+    """The arguments every script takes. What describes the run is config; verbs are flags."""
+    result = tool_parser(description)
     result.add_argument("--limit", type=positive, metavar="N", help="handle at most N rows")
     result.add_argument("--dry-run", action="store_true", help="offline: say what would be done and what is missing")
     return result
+
+
+def run_tool(
+    name: str, body: Callable[[config.Config, argparse.Namespace], None], arguments: Parser, argv: list[str] | None
+) -> int:
+    """Run a command that is no stage: it prints for a person, an error is one line, the exit codes are a stage's."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    interrupts.listen(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    try:
+        args = arguments.parse_args(argv)
+        body(config.load(args.config, args.overrides), args)
+    except StageError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Interrupted as stop:
+        return stop.exit_code
+    return 0
 
 
 def run(
@@ -197,8 +220,7 @@ def run(
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for noisy in ("httpx", "httpx2", "httpcore", "openai"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    interrupts.listen(signal.SIGTERM, signal.SIGINT)
     stage: Stage | None = None
     try:
         args = arguments.parse_args(argv)
@@ -246,13 +268,6 @@ def _failure(stage: Stage | None, name: str, message: str) -> dict:
         with contextlib.suppress(OSError, StageError):
             summary = stage._write_manifest("failed", message)
     return summary
-
-
-def _interrupt(signum: int, _frame) -> None:
-    # A second signal must not cut the saving short.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise Interrupted(signum)
 
 
 class Progress:

@@ -18,7 +18,7 @@ def lines(run_config: config.Config) -> Iterator[str]:
     if not state:
         yield f"run {run_config.run.name} has not begun ({run_config.run_dir})"
         return
-    alive = process.birth(state["pid"]) is not None
+    alive = process.lives(state) and state.get("home") == artifacts.home(run_config.run_dir)
     status = state["status"] if alive or state["status"] != "running" else "killed; the same command continues it"
     yield f"run {run_config.run.name}: {status}, {run_config.run_dir}"
     for name in config.STAGES:

@@ -31,6 +31,12 @@ class Night:
         self.overrides = [f"run.dir={folder / 'runs'}"]
         self.server_fakes = {role: "" for role in self.ports}
 
+    def scripted(self, role: str, *starts: str) -> None:
+        """The words of each start of a role's server, the last ones again and again."""
+        path = self.folder / f"{role}.script"
+        path.write_text("\n".join(starts))
+        self.server_fakes[role] = f"script={path}"
+
     def production(self, active: bool) -> None:
         """The role `generate` is the team's unit."""
         line = [str(SCRIPTS / "fake_vllm"), "-m", "vllm", "--served-model-name", "smollm2", "--host", "127.0.0.1"]
@@ -283,8 +289,44 @@ def test_a_server_that_always_dies_is_given_up(night):
     night.server_fakes["generate"] = "dies=2"
     night.overrides.append("servers.generate.restarts=1")
     code, _, err = night.run(_01b_synthetic="forever")
-    assert code == 3 and "server generate died 2 times" in err
+    assert code == 3 and "server generate died, after 1 restarts" in err
     assert (night.run_dir / "01b_synthetic/saved").exists()
+    assert night.state()["stages"]["01b_synthetic"]["status"] == "failed"
+
+
+def test_a_server_that_hangs_behind_a_healthy_api_is_restarted_while_the_stage_waits(night):
+    """R01"""
+    night.server_fakes["extract"] = "hangs=4"
+    night.overrides.append("servers.extract.hang_minutes=0.03")
+    code, _, err = night.run("--only", "02", _02_hidden_states="server")
+    assert code == 0, err
+    assert "hangs: it accepts a request and does not answer): restart 1 of at most 3" in err
+
+
+def test_a_restart_that_fails_is_tried_again_and_counts(night):
+    """R01"""
+    night.scripted("extract", "dies=3", "boot_failure", "")
+    code, _, err = night.run("--only", "02", _02_hidden_states="server")
+    assert code == 0, err
+    assert "server extract died: restart 1 of at most 3" in err
+    assert "did not come back (server extract died while starting: CUDA out of memory): restart 2 of at most 3" in err
+
+
+def test_a_stage_that_ends_while_its_server_is_restarted_is_noticed_at_once(night):
+    """R02"""
+    night.scripted("extract", "dies=3", "slow")
+    night.overrides.append("servers.extract.start_minutes=5")
+    code, _, err = night.run("--only", "02", _02_hidden_states="lost")
+    assert code == 1 and "the states are wrong" in err and "nobody waits for it any more" in err
+
+
+def test_a_stage_that_gave_up_waiting_goes_on_once_its_server_is_repaired(night):
+    """R01"""
+    code, _, err = night.run("--only", "02", _02_hidden_states="outage")
+    assert code == 0, err
+    assert "server extract is sick (not running): restart 1 of at most 3" in err and night.done() == [
+        "02_hidden_states"
+    ]
 
 
 @pytest.mark.parametrize("word", ["", "fail"])

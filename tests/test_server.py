@@ -4,6 +4,7 @@ stand on PATH; the real vLLM is served by the tests of the stages."""
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import config, process, server
+from drafter import artifacts, config, process, server
 from drafter.errors import ConfigError, ResumableError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -198,15 +199,44 @@ def test_down_ends_every_process_of_the_server(role, fake):
 def test_a_record_from_before_a_reboot_is_no_process_of_ours(role, tmp_path):
     run_config = role()
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    record = {"pid": bystander.pid, "birth": "1", "boot": process.boot(), "command": [], "log": ""}
     path = run_config.run_dir / "servers/generate.json"
     path.parent.mkdir(parents=True)
+    record = {"pid": bystander.pid, "birth": "1", "boot": process.boot(), "home": artifacts.home(path.parent)}
     path.write_text(json.dumps(record))
     assert not server.alive(run_config, "generate")
     server.down(run_config, "generate")
     assert bystander.poll() is None
     bystander.kill()
     bystander.wait()
+
+
+def test_a_copied_run_has_no_server_and_leaves_the_originals_alone_and_a_moved_one_keeps_its_own(role):
+    run_config = role()
+    server.up(run_config, "generate")
+    leader = session(run_config)
+    copy = config.load(CPU_CONFIG, [*run_config.arguments[3::2], "run.name=copy"])
+    shutil.copytree(run_config.run_dir, copy.run_dir)
+    assert not server.alive(copy, "generate")
+    server.down(copy, "generate")
+    assert process.members(leader) and server.missing(run_config, "generate") is None
+    moved = config.load(CPU_CONFIG, [*run_config.arguments[3::2], "run.name=moved"])
+    run_config.run_dir.rename(moved.run_dir)
+    assert server.alive(moved, "generate")
+    server.down(moved, "generate")
+    assert not process.members(leader)
+
+
+@pytest.mark.parametrize("fake", ["slow stubborn", "hang stubborn"])
+def test_a_server_that_was_never_ready_or_hangs_is_not_given_the_time_of_one_with_work_to_finish(
+    role, monkeypatch, fake
+):
+    monkeypatch.setattr(server, "QUICK_SECONDS", 0.5)
+    run_config = role(fake, stop_seconds=300)
+    server._start(run_config, "generate", server.command(run_config, "generate"), None)
+    time.sleep(0.3)
+    started = time.monotonic()
+    server.down(run_config, "generate", hangs="hang" in fake)
+    assert time.monotonic() - started < 5 and not server.alive(run_config, "generate")
 
 
 def test_a_taken_port_is_said_before_anything_is_started(role):

@@ -7,7 +7,7 @@ import time
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import config, status
+from drafter import artifacts, config, process, status
 
 
 @pytest.fixture
@@ -22,7 +22,8 @@ def state(run_config):
     def write(**changes):
         started = {"status": "running", "started": time.time() - 120}
         stages = {"01b_synthetic": {"status": "complete", "seconds": 90.0}, "02_hidden_states": started}
-        default = {"status": "running", "pid": os.getpid(), "stage": "02_hidden_states", "stages": stages}
+        default = {"status": "running", "stage": "02_hidden_states", "stages": stages}
+        default |= process.identity(os.getpid()) | {"home": artifacts.home(run_config.run_dir)}
         (run_config.run_dir / "pipeline.json").write_text(json.dumps(default | changes))
 
     return write
@@ -46,8 +47,9 @@ def test_a_running_run_shows_stages_progress_and_when_it_ends(run_config, state)
     assert "| 19:30:00 5/93 rows, ETA 3 min" in shown and "done at about" in shown and "free" in shown
 
 
-def test_a_killed_run_is_not_called_running(run_config, state):
-    state(pid=2**22 - 1)
+@pytest.mark.parametrize("changes", [{"pid": 2**22 - 1}, {"birth": "1"}, {"boot": "another"}, {"home": "a copy"}])
+def test_a_run_whose_process_is_gone_or_another_is_not_called_running(run_config, state, changes):
+    state(**changes)
     assert "killed; the same command continues it" in text(run_config)
 
 

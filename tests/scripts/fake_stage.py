@@ -1,9 +1,12 @@
 """A stage for the tests: does as FAKE_STAGE says, else nothing at all, and remembers that it is done.
 
 FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), resumable (exit 3), killed (SIGKILL), server (works until its
-server has been restarted), forever (until a signal; then saves a second), knows (its --dry-run refuses the config).
+server has been restarted), lost (until its server is being restarted, then fails), outage (exit 3, until its server
+has been restarted), forever (until a signal; then saves a second), knows (its --dry-run refuses the config), ponders
+(its --dry-run takes long).
 """
 
+import json
 import os
 import sys
 import time
@@ -20,6 +23,10 @@ def body(this: stage.Stage) -> dict:
     done = this.folder / "done"
     if fake == "knows":
         raise ConfigError("the reference drafter has no lm_head")
+    if this.args.dry_run and fake == "ponders":
+        this.folder.mkdir(parents=True, exist_ok=True)
+        (this.folder / "pondering").touch()
+        time.sleep(600)
     if this.args.dry_run:
         return {"stage": this.name, "dry_run": True, "pending": int(not done.exists()), "findings": []}
     this.begin(["target.served_name"])
@@ -33,10 +40,18 @@ def body(this: stage.Stage) -> dict:
         os.kill(os.getpid(), 9)
     if fake == "resumable":
         raise ResumableError("the disk reserve is reached")
-    if fake == "server":
-        first = record(this.config, role)
-        while record(this.config, role) in (None, first) or server.missing(this.config, role):
+    if fake in ("server", "lost"):
+        first = pid(this.config, role)
+        while pid(this.config, role) in (None, first):
             time.sleep(0.2)
+        if fake == "lost":
+            raise ContractError("the states are wrong")
+        while server.missing(this.config, role):
+            time.sleep(0.2)
+    if fake == "outage" and not (this.folder / "outage").exists():
+        (this.folder / "outage").touch()
+        os.kill(pid(this.config, role), 9)
+        raise ResumableError("no answer for 60 minutes")
     if fake == "forever":
         (this.folder / "working").write_text(str(os.getpid()))
         try:
@@ -49,9 +64,9 @@ def body(this: stage.Stage) -> dict:
     return this.finish()
 
 
-def record(run_config: config.Config, role: str) -> str | None:
+def pid(run_config: config.Config, role: str) -> int | None:
     path = run_config.run_dir / "servers" / f"{role}.json"
-    return path.read_text() if path.exists() else None
+    return json.loads(path.read_text())["pid"] if path.exists() else None
 
 
 def main(name: str) -> int:

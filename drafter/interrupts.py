@@ -1,0 +1,60 @@
+"""Signals: the first raises Interrupted, later ones are ignored, so that saving is never cut short."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+from drafter.errors import Interrupted
+
+_received: int | None = None
+_holds = 0
+_held_back = False
+_muted = False
+
+
+def listen(*signums: int) -> None:
+    """From here on the first of these signals raises Interrupted in the main thread."""
+    global _received, _muted
+    _received, _muted = None, False
+    for signum in signums:
+        signal.signal(signum, _note)
+
+
+def mute() -> None:
+    """From here on nothing interrupts: what runs is the end."""
+    global _muted
+    _muted = True
+
+
+def check() -> None:
+    """Raise Interrupted if a signal came: Python drops what a handler raises inside a destructor or a callback.
+
+    For loops of the main path; never on the way out.
+    """
+    if _received is not None and not _muted:
+        raise Interrupted(_received)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """A signal waits for the end of the block: nothing may come between starting a process and knowing it."""
+    global _holds, _held_back
+    _holds += 1
+    try:
+        yield
+    finally:
+        _holds -= 1
+        if _held_back and not _holds:
+            _held_back = False
+            raise Interrupted(_received)
+
+
+def _note(signum: int, _frame) -> None:
+    global _received, _held_back
+    if _received is not None or _muted:
+        return
+    _received = signum
+    if _holds:
+        _held_back = True
+    else:
+        raise Interrupted(signum)

@@ -1,0 +1,178 @@
+"""One stage beside its server: started, watched, stopped; the server repaired while the stage waits for it."""
+
+import contextlib
+import json
+import logging
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from drafter import config, interrupts, process, server
+from drafter.errors import Interrupted, ResumableError
+
+log = logging.getLogger("drafter")
+
+SAVE_SECONDS = 120  # a stage that was asked to stop has this long to save
+LOOK_SECONDS = {"command": 0.5, "systemd": 5, "external": 60}  # between two looks at a server; systemd logs each one
+
+
+def run(run_config: config.Config, role: config.Role | None, line: list[str], log_file: Path) -> tuple[int, dict]:
+    """Run a stage's command to its end, again after an outage that outlasted its patience.
+
+    Its exit code, and the summary it printed. Raises ResumableError when its server was repaired too often, and
+    Interrupted, both after the stage has saved.
+    """
+    keeper = Keeper(run_config, role, log_file) if role else None
+    try:
+        while True:
+            code, summary = _watch(line, log_file, keeper)
+            if code != ResumableError.exit_code or not keeper or not (reason := server.missing(run_config, role)):
+                return code, summary
+            keeper.repair(f"is sick ({reason})")
+    finally:
+        if keeper:
+            keeper.pulse.stop()
+
+
+class Keeper:
+    """The server of a stage: whether it lives and its engine answers; restarted at most `restarts` times."""
+
+    def __init__(self, run_config: config.Config, role: config.Role, log_file: Path):
+        self.config, self.role, self.log_file = run_config, role, log_file
+        self.settings: config.Server = getattr(run_config.servers, role)
+        self.repairs = 0
+        self.looked = time.monotonic()
+        self.pulse = Pulse(run_config, role, log_file)
+
+    def trouble(self) -> str | None:
+        """What is wrong with the server, if anything."""
+        if time.monotonic() - self.looked >= LOOK_SECONDS[self.settings.kind]:
+            self.looked = time.monotonic()
+            if not server.alive(self.config, self.role):
+                return "died"
+        return f"hangs ({self.pulse.sick})" if self.pulse.sick else None
+
+    def repair(self, trouble: str, stage: subprocess.Popen | None = None) -> None:
+        """Restart the server, again when it dies while starting, until it is ready or the stage has ended.
+
+        Raises ResumableError once that happened too often.
+        """
+        if self.settings.kind == "external":
+            raise ResumableError(f"server {self.role} {trouble}, and it is not ours to restart")
+        self.pulse.stop()
+        while True:
+            self.repairs += 1
+            name, allowed = self.role, self.settings.restarts
+            if self.repairs > allowed:
+                raise ResumableError(f"server {name} {trouble}, after {allowed} restarts; see its log, run again")
+            log.info("server %s %s: restart %d of at most %d", name, trouble, self.repairs, allowed)
+            try:
+                server.down(self.config, name, hangs=trouble != "died")
+                server.up(self.config, name, wanted=lambda: stage is None or stage.poll() is None)
+                break
+            except ResumableError as error:
+                trouble = f"did not come back ({error})"
+        self.pulse = Pulse(self.config, name, self.log_file)
+
+
+class Pulse:
+    """Asks the engine for a completion now and then, in a thread: an API can be healthy over one that hangs.
+
+    A busy server may let it wait in its queue, so it is `sick` only when the stage's log stands still as well; one
+    that does not even accept a request may be starting again by itself, and has `start_minutes`.
+    """
+
+    def __init__(self, run_config: config.Config, role: config.Role, log_file: Path):
+        self.config, self.role, self.log_file = run_config, role, log_file
+        self.settings: config.Server = getattr(run_config.servers, role)
+        self.sick: str | None = None
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _beat(self) -> None:
+        patience, well = self.settings.hang_minutes * 60, time.time()
+        while not self._over.wait(patience / 10):
+            reason = server.missing(self.config, self.role, patience)
+            now = time.time()
+            if reason is None:
+                well = now
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                well = max(well, self.log_file.stat().st_mtime)
+            if now - well > (patience if "hangs" in reason else self.settings.start_minutes * 60):
+                self.sick = reason
+                return
+
+
+def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int, dict]:
+    """Run a stage's command to its end; the stage waits through an outage while its server is repaired."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    log.info("%s: %s", log_file.stem, shlex.join(line))
+    said: list[bytes] = []
+    readers: list[threading.Thread] = []
+    stage: subprocess.Popen | None = None
+    try:
+        with interrupts.held():
+            stage = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        readers = [
+            threading.Thread(target=_copy_lines, args=(stage.stderr, log_file), daemon=True),
+            threading.Thread(target=lambda: said.extend(stage.stdout), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
+        while stage.poll() is None:
+            time.sleep(0.2)
+            interrupts.check()
+            if keeper and (trouble := keeper.trouble()) and stage.poll() is None:
+                keeper.repair(trouble, stage)
+    except BaseException as stop:
+        if stage is not None:
+            _ask_to_stop(stage, stop)
+        raise
+    finally:
+        if stage is not None:
+            process.end_session(stage.pid, 5)
+        for reader in readers:
+            reader.join(5)
+    summary = _last_json(said)
+    killed = 128 - stage.returncode if stage.returncode < 0 else stage.returncode  # as a shell says it
+    return summary.get("exit_code", killed), summary
+
+
+def _ask_to_stop(stage: subprocess.Popen, stop: BaseException) -> None:
+    """Let a stage save and end; of one that does not, nothing stays, sessions of its children included."""
+    interrupted = isinstance(stop, Interrupted) and stop.exit_code == 128 + signal.SIGINT
+    family = [process.identity(pid) for pid in process.descendants(stage.pid)]
+    process.send([stage.pid], signal.SIGINT if interrupted else signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        stage.wait(SAVE_SECONDS)
+        return
+    process.send([each["pid"] for each in family if process.lives(each)], signal.SIGKILL)
+
+
+def _copy_lines(source, log_file: Path) -> None:
+    """Show a stage's talk as it comes, and keep it."""
+    with open(log_file, "ab") as kept:
+        for line in source:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            kept.write(line)
+            kept.flush()
+
+
+def _last_json(lines: list[bytes]) -> dict:
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
