@@ -144,7 +144,7 @@ def sharing(folder: Path, unit: str, properties: dict[str, str]) -> Iterator[str
         writer = pwd.getpwnam(properties.get("User") or "root")
         group = grp.getgrnam(properties["Group"]).gr_gid if properties.get("Group") else writer.pw_gid
     except KeyError as error:
-        yield f"{unit}: {error.args[0]}"
+        yield f"{unit}: {error.args[0]}"  # name not found
         return
     if writer.pw_uid == os.getuid():
         return

@@ -117,7 +117,7 @@ def wait(run_config: config.Config, role: config.Role, wanted: Callable[[], bool
         if reason != shown or time.monotonic() - spoke >= 30:
             log.info("server %s: waiting %.0f s, %s", role, waited, reason)
             spoke, shown = time.monotonic(), reason
-        time.sleep(1)
+        time.sleep(min(1, 0.1 + waited / 10))
     if server.kind == "command":
         _mark_ready(run_config, role)
     log.info("server %s is ready after %.0f s", role, time.monotonic() - started)

@@ -89,6 +89,16 @@ def test_the_extract_unit_captures_what_the_config_asks_for(kimi):
     assert extra["shared_storage_path"] == str(kimi.servers.extract.link)
 
 
+def test_sudo_permits_what_the_pipeline_asks_of_the_units_and_nothing_else(kimi):
+    text = re.sub(r"\\\n", " ", (ROOT / "configs/systemd/sudoers").read_text())
+    allowed = re.search(r"^Cmnd_Alias DRAFTER =(.*)$", text, re.M).group(1).split(",")
+    units = [kimi.servers.generate.unit, kimi.servers.extract.unit]
+    verbs = (server.START, server.STOP, server.SHOW, server.STATUS)
+    asked = {" ".join(["/usr/bin/systemctl", *verb, unit]) for verb in verbs for unit in units}
+    assert {" ".join(command.split()) for command in allowed} == asked
+    assert all(own.systemctl == ("sudo", "-n", "systemctl") for own in (kimi.servers.generate, kimi.servers.extract))
+
+
 @each_unit
 def test_systemd_accepts_the_unit(path, tmp_path):
     analyze = shutil.which("systemd-analyze")

@@ -2,8 +2,11 @@
 
 import json
 import os
+import pwd
 import shutil
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 from conftest import CPU_CONFIG, free_port
@@ -103,17 +106,108 @@ def test_only_the_checks_of_the_asked_stages_are_made(load):
     assert found(load("prompts.0.path=/nowhere.jsonl"), ("05_export",)) == []
 
 
-def test_a_unit_that_is_not_installed_or_may_not_be_started_is_found(load, machine, monkeypatch):  # noqa: F811
+def test_a_unit_that_is_not_installed_or_may_not_be_stopped_is_found(load, machine):  # noqa: F811
     systemd = ("servers.generate.kind=systemd", "servers.generate.unit=vllm-test")
     assert "no systemd unit vllm-test" in found(load(*systemd))[0]
     (machine.units / "vllm-test").touch()
     assert found(load(*systemd)) == []
+    assert machine.calls()[-2] == "stop vllm-test", "an idle unit is asked for what changes nothing"
+    (machine.units / "refuse-stop").touch()
+    assert "Access denied" in found(load(*systemd))[0]
+
+
+@pytest.mark.parametrize("forbidden", ["start", "stop", "status", None])
+def test_a_prefix_must_permit_exactly_what_is_run(load, machine, monkeypatch, forbidden):  # noqa: F811
     sudo = machine.units / "sudo"
     sudo.write_text(
-        '#!/bin/sh\n[ "$2" = -l ] && [ "$4" = stop ] && exit 1\n[ "$2" = -l ] && exit 0\nshift; exec "$@"\n'
+        f"""#!/bin/sh
+[ "$1" = -l ] || {{ shift; exec "$@"; }}
+echo "$@" >> {machine.units}/asked
+[ "$4" != "{forbidden}" ]
+"""
     )
     sudo.chmod(0o755)
+    (machine.units / "vllm-test").touch()
     monkeypatch.setenv("PATH", f"{machine.units}:{os.environ['PATH']}")
-    assert found(load(*systemd, "servers.generate.systemctl=[sudo, -n, systemctl]")) == [
-        "servers.generate: this user may not run sudo -n systemctl stop vllm-test"
-    ]
+    prefix = "servers.generate.systemctl=[sudo, -n, systemctl]"
+    findings = found(load("servers.generate.kind=systemd", "servers.generate.unit=vllm-test", prefix))
+    assert [line.split()[8:10] for line in findings] == ([["systemctl", forbidden]] if forbidden else [])
+    asked = (machine.units / "asked").read_text().splitlines()
+    assert [line.removeprefix("-l -n systemctl ") for line in asked] == [
+        "start --no-block vllm-test", "stop vllm-test", "status --no-pager --full -n 40 vllm-test"
+    ]  # fmt: skip
+
+
+# Who may write where: what preflight says is held against what two real users can do.
+
+WRITER, ME, COMMON = "daemon", 65534, 1  # daemon's own group is the common one
+
+
+def as_user(uid: int, gid: int, groups: list[int], umask: int, work) -> str:
+    """What `work` returns when another user runs it, in a process of its own."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.setgroups(groups)
+            os.setgid(gid)
+            os.setuid(uid)
+            os.umask(umask)
+            text = work() or ""
+        except OSError as error:
+            text = f"refused: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
+@pytest.mark.parametrize("groups", [[ME, COMMON], [ME]])
+@pytest.mark.parametrize("mode", [0o2775, 0o775, 0o2755, 0o777, 0o3775])
+@pytest.mark.parametrize(("umask", "unit_umask"), [(0o002, 0o002), (0o022, 0o002), (0o002, 0o022)])
+def test_it_is_known_whether_this_user_may_rename_and_delete_what_the_server_writes(groups, mode, umask, unit_umask):
+    daemon = pwd.getpwnam(WRITER)
+    with tempfile.TemporaryDirectory() as place:
+        runs, states = Path(place) / "runs", Path(place) / "runs/night/02_hidden_states"
+        runs.mkdir()
+        os.chown(runs, ME, COMMON)
+        os.chmod(runs, mode)
+        os.chmod(place, 0o755)
+        said = as_user(
+            ME, ME, groups, umask,
+            lambda: "; ".join(preflight.sharing(states, "u", {"User": WRITER, "UMask": f"{unit_umask:04o}"})),
+        )  # fmt: skip
+
+        def publish():
+            os.replace(states / "ab/row.part", states / "ab/row.safetensors")
+            os.unlink(states / "ab/row.safetensors")
+
+        def write():
+            (states / "ab").mkdir()
+            (states / "ab/row.part").write_text("states")
+
+        happened = as_user(ME, ME, groups, umask, lambda: states.mkdir(parents=True))
+        happened += as_user(daemon.pw_uid, daemon.pw_gid, [daemon.pw_gid], unit_umask, write)
+        if (states / "ab/row.part").exists():
+            happened += as_user(ME, ME, groups, umask, publish)
+        assert bool(said) == bool(happened), (said, happened)
+        assert not said or "02_hidden_states" in said or "rename or delete" in said
+        assert list(runs.iterdir()) == [] or states.exists()
+
+
+def test_the_units_user_and_umask_come_from_systemd(load, machine):  # noqa: F811
+    (machine.units / "vllm-test").touch()
+    (machine.units / "user").write_text("User=nobody-here\nUMask=0022")
+    systemd = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
+    assert found(load(*systemd)) == ["vllm-test: getpwnam(): name not found: 'nobody-here'"]
+
+
+def test_a_link_that_cannot_be_made_is_found(load, machine, tmp_path):  # noqa: F811
+    (machine.units / "vllm-test").touch()
+    (tmp_path / "taken").mkdir()
+    systemd = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
+    (finding,) = found(load(*systemd, f"servers.extract.link={tmp_path / 'taken'}"))
+    assert "cannot be made a link" in finding
