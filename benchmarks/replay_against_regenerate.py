@@ -114,7 +114,8 @@ class Experiment:
                 artifacts.write_json(self.progress_path, self.progress)
             return 0
         finally:
-            server.down(self.original, "extract")
+            if server.alive(self.original, "extract"):  # from replay_rows, and not used up by replay_states
+                server.down(self.original, "extract")
 
     def _rows(self) -> str:
         """How many rows of original answers hold as many tokens as all of the model's own."""
