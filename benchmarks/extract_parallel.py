@@ -66,6 +66,12 @@ def make_target(folder: Path) -> None:
             f"{prefix}.down_proj.weight": normal(hidden, inner, scale),
         }
 
+    placed: dict[str, str] = {}
+
+    def write(tensors: dict[str, torch.Tensor], file: str) -> None:
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        placed.update(dict.fromkeys(tensors, file))
+
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
         tensors = {
@@ -87,7 +93,7 @@ def make_target(folder: Path) -> None:
             tensors |= mlp(f"{name}.mlp.shared_experts", s["moe_intermediate_size"])
             for expert in range(EXPERTS):  # a random router has many ties: what they decide must weigh little
                 tensors |= mlp(f"{name}.mlp.experts.{expert}", s["moe_intermediate_size"], 0.002)
-        save_file(tensors, folder / f"model-{layer}.safetensors", metadata={"format": "pt"})
+        write(tensors, f"model-{layer}.safetensors")
     # Rows of the head differ in length: as in text, a few tokens stand out, and the best one is no tie.
     lengths = torch.randn(VOCAB, 1, generator=torch.Generator().manual_seed(1)).exp().bfloat16()
     outer = {
@@ -95,7 +101,8 @@ def make_target(folder: Path) -> None:
         "model.norm.weight": torch.empty(hidden, dtype=torch.bfloat16).uniform_(0.5, 1.5),
         "lm_head.weight": normal(VOCAB, hidden, 0.003) * lengths,
     }
-    save_file(outer, folder / "model-outer.safetensors", metadata={"format": "pt"})
+    write(outer, "model-outer.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
 
 
 def settings_of(degree: int, position: int, model: Path, args: argparse.Namespace) -> list[str]:
