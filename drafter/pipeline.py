@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -352,7 +353,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run:
             from drafter import preflight
 
-            stages = [pipeline.plan(step) for step in pipeline.steps]
+            with ThreadPoolExecutor() as threads:  # most of each is imports
+                stages = list(threads.map(pipeline.plan, pipeline.steps))
             found = preflight.findings(run_config, [step.stage for step in pipeline.steps])
             for finding in found:
                 log.info("finding: %s", finding)
