@@ -111,7 +111,7 @@ def variants(args: argparse.Namespace) -> dict[str, tuple[config.Config, config.
         sets = [
             f"run.dir={args.out}",
             f"run.name={name}",
-            f"servers.{role}.url=http://127.0.0.1:{args.port + number}",
+            f"servers.{role}.url={LOCAL}:{args.port + number}",
         ]
         kind, _, graphs = name.partition("-")
         flags |= GRAPHS if graphs else {}
@@ -360,21 +360,22 @@ def long(args: argparse.Namespace) -> None:
     sets = [f"target.model={model}", f"target.max_seq_len={length}", "extract.reserve_gb=1", "extract.concurrency=1"]
     flags = {
         "once": {"max-num-batched-tokens": length + 64, "enable-prefix-caching": False},
-        "chunks": {
-            "max-num-batched-tokens": args.chunk,
-            "enable-prefix-caching": True,
-            "enable-chunked-prefill": True,
-        },
+        "chunks": {"max-num-batched-tokens": args.chunk, "enable-prefix-caching": True},
+    }
+    both = {
+        "enable-chunked-prefill": True,
+        "max-model-len": length + 64,
+        "enforce-eager": True,
+        "compilation-config": None,
+        "disable-log-stats": None,  # they tell what came from the cache
+        "kv-cache-memory-bytes": int(args.kv_gb * 1e9),
+        "gpu-memory-utilization": 0.05,
     }
     wanted = {}
     for number, (name, own) in enumerate(flags.items()):
-        own |= {"max-model-len": length + 64, "kv-cache-memory-bytes": int(args.kv_gb * 1e9), "enforce-eager": True}
-        own |= {"gpu-memory-utilization": 0.05}
         more = [*sets, f"run.dir={args.out / 'long'}", f"run.name={name}", "servers.extract.gpus=[]"]
-        more += [
-            f"servers.extract.url=http://127.0.0.1:{args.port + number}",
-            "servers.extract.args.compilation-config=",
-        ]
+        more += [f"servers.extract.url={LOCAL}:{args.port + number}"]
+        own |= both
         more += [f"servers.extract.args.{flag}={json.dumps(value)}" for flag, value in own.items()]
         wanted[name] = config.load(args.config, [*args.overrides, *more]), "extract"
     with ExitStack() as stack:

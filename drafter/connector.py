@@ -213,7 +213,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
                 for name, part in parts.items():
                     host[name][place].copy_(part, non_blocking=True)
             if on_gpu:
-                event = torch.cuda.Event()
+                event = torch.cuda.Event(blocking=True)  # writers that wait must not spin on the engine's cores
                 event.record()
         files, start = [], 0
         for save in group:
