@@ -26,9 +26,8 @@ def run(run_config: config.Config, role: config.Role | None, line: list[str], lo
     Its exit code, and the summary it printed. Raises ResumableError when its server was repaired too often, and
     Interrupted, both after the stage has saved.
     """
-    ours = (
-        role and getattr(run_config.servers, role).kind != "external"
-    )  # another's server is the stage's to wait for
+    # Another's server is the stage's to wait for, and nobody's to restart.
+    ours = role and getattr(run_config.servers, role).kind != "external"
     keeper = Keeper(run_config, role, log_file) if ours else None
     try:
         while True:
