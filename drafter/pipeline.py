@@ -275,6 +275,7 @@ class Pipeline:
             report.write(self.config)
 
     def _save(self) -> None:
+        self.config.run_dir.mkdir(parents=True, exist_ok=True)
         self.state |= process.identity(os.getpid()) | {
             "home": artifacts.home(self.config.run_dir),
             "updated": time.time(),
