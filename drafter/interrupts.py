@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 
 from drafter.errors import Interrupted
@@ -39,6 +40,9 @@ def check() -> None:
 def held() -> Iterator[None]:
     """A signal waits for the end of the block: nothing may come between starting a process and knowing it."""
     global _holds, _held_back
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no handler runs there
+        return
     _holds += 1
     try:
         yield
