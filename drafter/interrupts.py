@@ -21,6 +21,18 @@ def listen(*signums: int) -> None:
         signal.signal(signum, _note)
 
 
+@contextlib.contextmanager
+def listening(*signums: int) -> Iterator[None]:
+    """`listen` until the end of the block."""
+    before = {signum: signal.getsignal(signum) for signum in signums}
+    listen(*signums)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def mute() -> None:
     """From here on nothing interrupts: what runs is the end."""
     global _muted

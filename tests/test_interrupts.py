@@ -12,12 +12,9 @@ from drafter.errors import Interrupted
 
 @pytest.fixture(autouse=True)
 def listening():
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGUSR1, signal.SIGUSR2)}
-    interrupts.listen(*before)
-    yield
+    with interrupts.listening(signal.SIGUSR1, signal.SIGUSR2):
+        yield
     interrupts.listen()
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
 
 
 def test_the_first_signal_raises_and_later_ones_are_ignored():
