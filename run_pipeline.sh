@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From prompts to a measured drafter.
 #
-#   ./run_pipeline.sh [CONFIG] [--from NN] [--only NN] [--limit N] [--set SECTION.KEY=VALUE] [--dry-run | --plan]
+#   ./run_pipeline.sh [CONFIG] [--from NN] [--only NN] [--limit N] [--set SECTION.KEY=VALUE] [--dry-run | --plan [--probe]]
 #
 # First, once for a warm start that was never served here: vLLM serves it untrained (05 --smoke) and must accept from it.
 # Then in this order, each passed over when it has nothing left to do:

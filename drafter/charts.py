@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 440, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 42
 POINTS = 400  # of a line: more than the pixels of a screen carry no information
 
 Points = Sequence[tuple[float, float]]

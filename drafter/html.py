@@ -34,4 +34,4 @@ def columns(records: list[dict], keys: dict[str, str]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.3f}" if isinstance(value, float) else escape(str(value))
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

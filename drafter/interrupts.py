@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 
 from drafter.errors import Interrupted
@@ -18,6 +19,18 @@ def listen(*signums: int) -> None:
     _received, _muted = None, False
     for signum in signums:
         signal.signal(signum, _note)
+
+
+@contextlib.contextmanager
+def listening(*signums: int) -> Iterator[None]:
+    """`listen` until the end of the block."""
+    before = {signum: signal.getsignal(signum) for signum in signums}
+    listen(*signums)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def mute() -> None:
@@ -39,6 +52,9 @@ def check() -> None:
 def held() -> Iterator[None]:
     """A signal waits for the end of the block: nothing may come between starting a process and knowing it."""
     global _holds, _held_back
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no handler runs there
+        return
     _holds += 1
     try:
         yield

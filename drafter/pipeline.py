@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -31,13 +32,14 @@ from drafter import (
     status,
     supervise,
 )
-from drafter.errors import ConfigError, Interrupted, StageError
+from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
 from drafter.stage import Parser, of_the_machine, positive, read_manifest
 
 log = logging.getLogger("drafter")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EVENT_SECONDS = 60
+PROBE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ class Pipeline:
             report.write(self.config)
 
     def _save(self) -> None:
+        self.config.run_dir.mkdir(parents=True, exist_ok=True)
         self.state |= process.identity(os.getpid()) | {
             "home": artifacts.home(self.config.run_dir),
             "updated": time.time(),
@@ -289,6 +292,22 @@ class Pipeline:
             done = process.run(["/bin/sh", "-c", self.config.run.on_event], EVENT_SECONDS, env=os.environ | facts)
             if done.returncode:
                 log.info("run.on_event: exit code %d: %s", done.returncode, " ".join(done.stderr.split()))
+
+
+def probe(run_config: config.Config) -> None:
+    """Measure this machine: 01b, 02 and 04 on some rows, in a run of which only the manifests stay, for the plan.
+
+    Raises ResumableError when a stage fails.
+    """
+    overrides = [*run_config.arguments[3::2], f"run.name={run_config.run.name}-probe", "train.epochs=1"]
+    short = config.load(run_config.arguments[1], overrides)
+    rows = max(PROBE_ROWS, 2 * run_config.generate.concurrency)  # fewer would not fill the server for long
+    if code := Pipeline(short, STEPS[:3], rows, None).run():
+        raise ResumableError(f"the probe ended with exit code {code}: see {short.run_dir / 'logs'}")
+    for step in STEPS[:3]:
+        for path in short.stage_dir(step.stage).iterdir():
+            if path.name not in ("manifest.json", "config.yaml"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def state_path(run_config: config.Config) -> Path:
@@ -327,6 +346,9 @@ def parser() -> Parser:
     result.add_argument("--limit", type=positive, metavar="N", help="at most N rows a stage")
     result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating")
     result.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")
+    result.add_argument(
+        "--probe", action="store_true", help="with --plan: measure first what was never measured here"
+    )
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     result.add_argument("--dry-run", action="store_true", help="offline: what each stage would do, what is missing")
     return result
@@ -348,6 +370,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, args.deadline)
         if args.plan:
+            if args.probe and plan.guesses(run_config):
+                probe(run_config)
             print(plan.show(run_config, deadline=args.deadline))
             return 0
         if args.dry_run:

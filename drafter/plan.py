@@ -217,8 +217,9 @@ def page(run_config: config.Config, platform: Profile, deadline: datetime | None
         )
     lines.append(f"  a row: {known.tokens_per_row.typical:,.0f} tokens, {known.sources['tokens_per_row']}")
     lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({run_config.extract.dtype})")
-    if any(source.startswith("profile") for source in known.sources.values()):
-        lines.append(f"  to measure instead: {_probe(run_config)}")
+    if guesses(run_config):
+        again = shlex.join(["./run_pipeline.sh", *run_config.arguments[1:], "--plan", "--probe"])
+        lines.append(f"  to measure that first, a few minutes beside two server starts: {again}")
     lines += ["", *_fits(run_config, known, count, deadline, now), ""]
     seconds = (deadline - now).total_seconds() if deadline else None
     lines += [f"proposal: {proposal(run_config, known, platform, seconds)}", ""]
@@ -226,10 +227,10 @@ def page(run_config: config.Config, platform: Profile, deadline: datetime | None
     return "\n".join(lines)
 
 
-def _probe(run_config: config.Config) -> str:
-    """A small run of its own, whose manifests the next plan of this target finds."""
-    arguments = [*run_config.arguments[1:], "--limit", "64", "--set", f"run.name={run_config.run.name}-probe"]
-    return shlex.join(["./run_pipeline.sh", *arguments])
+def guesses(run_config: config.Config) -> bool:
+    """Whether some rate is not this machine's own."""
+    known = measured_or(run_config, profile(default_profile(run_config)))
+    return any(source.startswith("profile") for source in known.sources.values())
 
 
 def _fits(run_config, known: Rates, count: Sizes, deadline: datetime | None, now: datetime) -> list[str]:

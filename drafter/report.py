@@ -22,33 +22,34 @@ from drafter.errors import StageError
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
 PROGRESS = re.compile(r"^(\d\d):(\d\d):(\d\d) (\d+)/\d+ (\w+), ")  # a line of stage.Progress
 HISTOGRAM_ROWS = 50_000
+SPREAD = ("typical", "low", "high")  # of a planned time
 
 # Columns of the acceptance tables: heading -> key of a record in acceptance.json
 MEASURED = {
     "drafter": "drafter",
-    "prompts": "prompt_set",
+    "tokens a step": "acceptance_length",
+    "95% low": "low",
+    "95% high": "high",
+    "in reasoning": "reasoning_length",
+    "in answers": "answer_length",
+    "tokens/s": "tokens_per_second",
+    "speed-up": "speed_up",
+    "prompt set": "prompt_set",
+    "prompts": "prompts",
     "concurrency": "concurrency",
     "draft tokens": "num_speculative_tokens",
     "temperature": "temperature",
-    "n": "prompts",
-    "length": "acceptance_length",
-    "low": "low",
-    "high": "high",
-    "reasoning": "reasoning_length",
-    "answer": "answer_length",
-    "tok/s": "tokens_per_second",
-    "speed-up": "speed_up",
 }
 COMPARED = {
     "drafter": "drafter",
     "against": "baseline",
-    "prompts": "prompt_set",
-    "part": "part",
-    "n": "prompts",
-    "difference": "difference",
-    "low": "low",
-    "high": "high",
     "verdict": "verdict",
+    "difference": "difference",
+    "99% low": "low",
+    "99% high": "high",
+    "part": "part",
+    "prompt set": "prompt_set",
+    "prompts": "prompts",
 }
 
 STYLE = Path(__file__).with_name("report.css")
@@ -73,6 +74,15 @@ class Found:
     def manifest(self, name: str) -> dict:
         return self.manifests[name] or {}
 
+    def minutes(self, name: str) -> float | None:
+        """How long a stage took, so far as it has ended."""
+        seconds = self.state.get("stages", {}).get(name, {}).get("seconds") or self.manifest(name).get("seconds")
+        return None if seconds is None else round(seconds / 60, 1)
+
+    def planned(self, name: str) -> dict[str, float]:
+        """Minutes that the plan gave a stage: typical, low, high."""
+        return {part: round(value / 60, 1) for part, value in self.plan.get(name, {}).get("seconds", {}).items()}
+
 
 def write(run_config: config.Config) -> Path:
     """Write `report.html` of a run and return its path."""
@@ -88,7 +98,8 @@ def page(found: Found) -> str:
         acceptance(found),
         timeline(found),
         html.section(
-            "Charts", html.grid([*throughput(found), lengths(found), *training(found), per_position(found)])
+            "Charts",
+            html.grid([durations(found), *throughput(found), lengths(found), *training(found), per_position(found)]),
         ),
         rows(found),
         space(found),
@@ -156,28 +167,22 @@ def acceptance(found: Found) -> str:
 
 def timeline(found: Found) -> str:
     """Stages as planned and as they were; servers and repairs are part of a stage's time."""
-    body, planned, actual = [], [], []
+    body = []
     for name in config.STAGES:
-        seen, manifest, expected = (
-            found.state.get("stages", {}).get(name, {}),
-            found.manifest(name),
-            found.plan.get(name),
-        )
-        seconds = seen.get("seconds") or manifest.get("seconds")
-        typical = expected["seconds"]["typical"] if expected else None
+        seen, manifest = found.state.get("stages", {}).get(name, {}), found.manifest(name)
         status = manifest.get("status") or seen.get("status") or "not begun"
         started = f"{datetime.fromtimestamp(seen['started']):%a %H:%M}" if "started" in seen else ""
-        body.append([name, status, started, _minutes(typical), _minutes(seconds)])
-        planned.append(_minutes(typical))
-        actual.append(_minutes(seconds))
-    labels = [NUMBERS[name] for name in config.STAGES]
-    chart = charts.bars("Minutes by stage", labels, {"planned": planned, "actual": actual}, "stage", "min")
-    return html.section(
-        "Timeline",
-        html.grid(
-            [chart, f"<div>{html.table(['stage', 'status', 'started', 'planned min', 'actual min'], body)}</div>"]
-        ),
-    )
+        body.append([name, status, found.minutes(name), *map(found.planned(name).get, SPREAD), started])
+    header = ["stage", "status", "actual min", "planned min", "at least", "at most", "started"]
+    return html.section("Timeline", html.table(header, body))
+
+
+def durations(found: Found) -> str:
+    series = {
+        "planned": [found.planned(name).get("typical") for name in config.STAGES],
+        "actual": [found.minutes(name) for name in config.STAGES],
+    }
+    return charts.bars("Minutes by stage", [NUMBERS[name] for name in config.STAGES], series, "stage", "min")
 
 
 def throughput(found: Found) -> list[str]:
@@ -185,6 +190,8 @@ def throughput(found: Found) -> list[str]:
     drawn = []
     for name, what in (("01b_synthetic", "Generation"), ("02_hidden_states", "Extraction")):
         points, unit = _progress(found.config.run_dir / "logs" / f"{name}.log")
+        if len(points) < 2:
+            continue
         drawn.append(charts.lines(f"{what} over time", {unit: points}, "minutes", f"{unit}/s", from_zero=True))
     steps = [
         (r["step"], r["tokens_per_s"]) for r in found.metrics if r.get("kind") == "train" and "tokens_per_s" in r
@@ -302,10 +309,6 @@ def _length(head: dict) -> str:
 
 def _signed(value: float | None) -> str:
     return "unknown" if value is None else f"{value:+.2f}"
-
-
-def _minutes(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds / 60, 2)
 
 
 def _gib(count: float | None) -> float | None:

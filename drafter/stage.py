@@ -198,10 +198,10 @@ def run_tool(
 ) -> int:
     """Run a command that is no stage: it prints for a person, an error is one line, the exit codes are a stage's."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    interrupts.listen(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     try:
-        args = arguments.parse_args(argv)
-        body(config.load(args.config, args.overrides), args)
+        with interrupts.listening(signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            args = arguments.parse_args(argv)
+            body(config.load(args.config, args.overrides), args)
     except StageError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code

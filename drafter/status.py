@@ -28,6 +28,8 @@ def lines(run_config: config.Config) -> Iterator[str]:
         yield f"  {name:<17} {stands:<12} {counts:<16} {_time(seen)}".rstrip()
     if left := _left(found, alive):
         yield f"  done at about {datetime.fromtimestamp(time.time() + left):%a %H:%M}, as planned for what is left"
+    if not alive and state.get("production"):
+        yield f"  the next run gives back: {', '.join(state['production'])}"
     if state.get("error"):
         yield f"  last error: {state['error']}"
     if state.get("stage"):

@@ -17,7 +17,7 @@ from drafter.errors import Interrupted, ResumableError
 log = logging.getLogger("drafter")
 
 SAVE_SECONDS = 120  # a stage that was asked to stop has this long to save
-LOOK_SECONDS = {"command": 0.5, "systemd": 5, "external": 60}  # between two looks at a server; systemd logs each one
+LOOK_SECONDS = {"command": 0.5, "systemd": 5}  # between two looks at a server; sudo logs each one
 
 
 def run(run_config: config.Config, role: config.Role | None, line: list[str], log_file: Path) -> tuple[int, dict]:
@@ -26,7 +26,9 @@ def run(run_config: config.Config, role: config.Role | None, line: list[str], lo
     Its exit code, and the summary it printed. Raises ResumableError when its server was repaired too often, and
     Interrupted, both after the stage has saved.
     """
-    keeper = Keeper(run_config, role, log_file) if role else None
+    # Another's server is the stage's to wait for, and nobody's to restart.
+    ours = role and getattr(run_config.servers, role).kind != "external"
+    keeper = Keeper(run_config, role, log_file) if ours else None
     try:
         while True:
             code, summary = _watch(line, log_file, keeper)
@@ -61,8 +63,6 @@ class Keeper:
 
         Raises ResumableError once that happened too often.
         """
-        if self.settings.kind == "external":
-            raise ResumableError(f"server {self.role} {trouble}, and it is not ours to restart")
         self.pulse.stop()
         while True:
             self.repairs += 1

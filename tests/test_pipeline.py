@@ -32,6 +32,7 @@ class Night:
         self.ports = {role: free_port() for role in ("generate", "extract", "evaluate")}
         self.overrides = [f"run.dir={folder / 'runs'}"]
         self.server_fakes = {role: "" for role in self.ports}
+        self.preflight = False
 
     def scripted(self, role: str, *starts: str) -> None:
         """The words of each start of a role's server, the last ones again and again."""
@@ -63,6 +64,7 @@ class Night:
             | {
                 "FAKES": str(self.fakes),
                 "FAKE_STAGE": fake_stage,
+                "PREFLIGHT": "yes" if self.preflight else "",
                 "PYTHONPATH": f"{config.ROOT}",
             }
         )
@@ -183,6 +185,7 @@ def wait_for(path: Path, seconds: float = 40) -> None:
 
 
 def test_the_whole_chain_runs_and_a_second_run_does_nothing_and_says_so(night):
+    night.preflight = True
     code, out, err = night.run()
     assert code == 0, err
     assert night.done() == STAGES
@@ -282,7 +285,7 @@ def test_a_signal_at_any_other_point_leaves_no_process(night, point):
     if point == "a stage's plan":
         stages, mark = {"_01b_synthetic": "ponders"}, night.run_dir / "01b_synthetic/pondering"
     elif point == "preflight":
-        night.server_fakes["evaluate"] = f"slow_engine={mark}"
+        night.server_fakes["evaluate"], night.preflight = f"slow_engine={mark}", True
     elif point == "a server's boot":
         night.server_fakes["generate"], mark = "slow stubborn", night.run_dir / "servers/generate.json"
     else:

@@ -1,12 +1,13 @@
 """The plan reproduces what the box measured, says where a rate comes from, and proposes what fits."""
 
 import json
+import signal
 from datetime import datetime
 
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import config, plan, rates
+from drafter import config, pipeline, plan, rates
 from drafter.errors import ConfigError
 
 BOX, RENTED = "rtx_pro_6000_x8", "b300_x8"
@@ -82,6 +83,38 @@ def test_measured_rates_of_this_machine_win_and_the_plan_names_the_run(tmp_path,
 
     other = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "target.model=models/other"])
     assert rates.measured_or(other, rates.profile("cpu_2cores")).generate.typical != 123.0
+
+
+def test_a_probe_measures_what_nobody_has_measured_and_keeps_only_its_manifests(tmp_path, model, monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+    asked = []
+
+    def run(self) -> int:
+        asked.append(
+            (self.config.run.name, self.config.train.epochs, [step.number for step in self.steps], self.limit)
+        )
+        facts = {"generation": {"output_tokens_per_second": 50.0}, "rows": {"all": {"mean_tokens": 90.0}}}
+        facts |= {"tokens_per_second": 400.0, "tokens_seen": 9000}
+        for step in self.steps:
+            folder = self.config.stage_dir(step.stage)
+            (folder / "ab").mkdir(parents=True)
+            (folder / "ab/row.safetensors").write_text("large")
+            (folder / "manifest.json").write_text(json.dumps({"status": "complete", "seconds": 9, "facts": facts}))
+            (folder / "config.yaml").write_text(self.config.dump())
+        return 0
+
+    monkeypatch.setattr(pipeline.Pipeline, "run", run)
+    call = [str(CPU_CONFIG), "--set", f"run.dir={tmp_path}", "--plan"]
+    assert pipeline.main(call) == 0 and not asked
+    assert "--plan --probe" in capsys.readouterr().out
+    for _ in range(2):  # the second time there is nothing to measure
+        assert pipeline.main([*call, "--probe"]) == 0
+    assert asked == [("smollm2_cpu-probe", 1, ["01b", "02", "04"], 64)]
+    text = capsys.readouterr().out
+    assert "generate: 50 tok/s" in text and "train: 1,000 tok/s" in text and "profile" not in text
+    assert text.count("measured in run smollm2_cpu-probe") == 8
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"manifest.json", "config.yaml"}
 
 
 def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monkeypatch):

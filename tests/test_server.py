@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import artifacts, config, process, server
+from drafter import artifacts, config, preflight, process, server
 from drafter.errors import ConfigError, ResumableError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -346,6 +346,56 @@ def test_what_the_user_must_change_about_systemd_is_one_line(role, machine, prep
         (machine.units / prepare).touch()
     with pytest.raises(ConfigError, match=message):
         server.up(role(kind="systemd", unit="vllm-test"), "generate")
+
+
+@pytest.fixture
+def systemd(tmp_path, monkeypatch):
+    """A real systemd user manager, in a mount namespace that makes it believe the machine was booted with systemd."""
+    program = Path("/lib/systemd/systemd")
+    if os.getuid() or not program.exists() or not shutil.which("unshare"):
+        pytest.skip("needs root, systemd and unshare (Debian: apt install systemd)")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    pretend = (
+        f"mount -t tmpfs none /run && mkdir -p /run/systemd/system && exec {program} --user --log-target=console"
+    )
+    with open(tmp_path / "log", "w") as output:
+        manager = subprocess.Popen(["unshare", "-m", "sh", "-c", pretend], stdout=output, stderr=output)
+    try:
+        for _ in range(100):
+            if not subprocess.run(["systemctl", "--user", "show", "-p", "Version"], capture_output=True).returncode:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.skip(f"systemd does not run here: {(tmp_path / 'log').read_text()[-200:]}")
+        yield tmp_path / "systemd/user"
+    finally:
+        manager.terminate()
+        manager.wait(10)
+
+
+def test_real_systemd_starts_restarts_and_stops_a_unit(role, systemd):
+    """R01, R02: what the scripted systemctl of the other tests answers is what systemd answers."""
+    run_config = role(kind="systemd", unit="vllm-test", systemctl=["systemctl", "--user"])
+    with pytest.raises(ConfigError, match="no systemd unit vllm-test"):
+        server.up(run_config, "generate")
+    line = f"{SCRIPTS / 'fake_vllm'} -m vllm --served-model-name smollm2 --max-model-len 1024"
+    line += f" --host 127.0.0.1 --port {run_config.servers.generate.url.rpartition(':')[2]}"
+    service = f"[Service]\nExecStart={sys.executable} {line}\nRestart=on-failure\nRestartSec=0.1\nUMask=0002\n"
+    systemd.mkdir(parents=True, exist_ok=True)
+    (systemd / "vllm-test.service").write_text(service)
+    ask = run_config.servers.generate
+    server.systemctl(ask, "daemon-reload")
+    server.up(run_config, "generate")
+    assert server.properties(ask)["UMask"] == "0002" and server.restarts_of(ask) == 0
+    assert not list(preflight.units(run_config)), "an active unit is asked to start, which changes nothing"
+    main = int(server.systemctl(ask, "show", "-p", "MainPID", "--value", "vllm-test"))
+    os.kill(main, 9)
+    while server.restarts_of(ask) == 0:
+        time.sleep(0.05)
+    server.wait(run_config, "generate")
+    server.down(run_config, "generate")
+    assert not server.alive(run_config, "generate") and process.birth(main) is None
+    assert not list(preflight.units(run_config))
 
 
 # GPU memory

@@ -49,8 +49,9 @@ def test_a_running_run_shows_stages_progress_and_when_it_ends(run_config, state)
 
 @pytest.mark.parametrize("changes", [{"pid": 2**22 - 1}, {"birth": "1"}, {"boot": "another"}, {"home": "a copy"}])
 def test_a_run_whose_process_is_gone_or_another_is_not_called_running(run_config, state, changes):
-    state(**changes)
+    state(**changes, production=["vllm-team"])
     assert "killed; the same command continues it" in text(run_config)
+    assert "the next run gives back: vllm-team" in text(run_config)
 
 
 def test_a_failed_run_shows_its_last_error(run_config, state):

@@ -1,0 +1,67 @@
+"""Signals: the first raises, later ones never cut the saving short, none is lost while a process is being started."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from drafter import interrupts
+from drafter.errors import Interrupted
+
+
+@pytest.fixture(autouse=True)
+def listening():
+    with interrupts.listening(signal.SIGUSR1, signal.SIGUSR2):
+        yield
+    interrupts.listen()
+
+
+def test_the_first_signal_raises_and_later_ones_are_ignored():
+    with pytest.raises(Interrupted) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.value.exit_code == 128 + signal.SIGUSR1
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_a_signal_between_starting_a_process_and_knowing_it_waits_for_the_end():
+    known = []
+    with pytest.raises(Interrupted), interrupts.held(), interrupts.held():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        known.append("pid")
+    assert known == ["pid"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_python_drops_in_a_destructor_is_raised_by_the_next_look():
+    class Dropping:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(Interrupted):
+        dropped = Dropping()
+        del dropped
+        interrupts.check()
+
+
+def test_another_threads_hold_holds_nothing_back():
+    inside, over = threading.Event(), threading.Event()
+
+    def hold():
+        with interrupts.held():
+            inside.set()
+            over.wait(5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait(5)
+    with pytest.raises(Interrupted):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    over.set()
+    thread.join()
+
+
+def test_nothing_interrupts_the_end():
+    interrupts.mute()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    interrupts.check()
