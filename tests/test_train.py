@@ -377,11 +377,11 @@ def test_early_stop_takes_the_best_step(target, warm_start, tmp_path, monkeypatc
     path = captured.write_run(
         tmp_path, target, warm_start=warm_start, epochs=50, validate_every=1, save_every=1, patience=3
     )
-    original = train.summary_by_region
+    original = loop.summary_by_region
     scores = iter([1.0, 1.1, 1.5, 1.4, 1.3, 1.2, 9.9])
 
     monkeypatch.setattr(
-        train, "summary_by_region", lambda sums: original(sums) | {"expected_acceptance": next(scores)}
+        loop, "summary_by_region", lambda sums: original(sums) | {"expected_acceptance": next(scores)}
     )
     code, summary = captured.train(path)
     assert code == 0
