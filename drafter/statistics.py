@@ -25,12 +25,13 @@ def length(tallies: Tallies) -> float | None:
 
 
 def interval(tallies: Tallies, seed: int = 0) -> tuple[float, float] | None:
-    """Bootstrap interval of the pooled length over prompts, at LENGTH_CONFIDENCE."""
+    """Bootstrap interval of the pooled length over prompts, at LENGTH_CONFIDENCE; no length is below 1."""
     if not tallies[:, 0].all():
         tallies = tallies[tallies[:, 0] > 0]
     if len(tallies) < 2:
         return None
-    return _quantiles(_resampled([tallies], seed)[0], LENGTH_CONFIDENCE, len(tallies))
+    low, high = _quantiles(_resampled([tallies], seed)[0], LENGTH_CONFIDENCE, len(tallies))
+    return max(1.0, low), high
 
 
 def per_request(tallies: Tallies) -> dict[str, float | None]:

@@ -85,6 +85,11 @@ def test_prompts_without_a_step_on_either_side_are_left_out():
     assert statistics.compare(ours, theirs)["difference"] is None
 
 
+def test_an_interval_of_few_prompts_does_not_reach_below_what_a_length_can_be():
+    low, high = statistics.interval(np.array([[14, 0], [14, 2]]))
+    assert low == 1 < high
+
+
 def test_the_same_seed_gives_the_same_interval():
     measured = tallies(np.random.default_rng(6), np.full(30, 0.3))
     assert statistics.interval(measured, 7) == statistics.interval(measured, 7) != statistics.interval(measured, 8)
