@@ -7,4 +7,18 @@ source ./environment.sh
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-exec "$PYTHON" -m pytest -q "$@"
+if (($#)); then exec "$PYTHON" -m pytest -q "$@"; fi
+"$PYTHON" -m drafter.default_model > /dev/null # once, before both sorts of tests want it
+
+# Tests that wait for a vLLM server leave room for the others beside them.
+log=$(mktemp)
+set -m # a process group of its own: a background job would ignore Ctrl-C, and is told by the trap instead
+"$PYTHON" -m pytest -q -m vllm > "$log" 2>&1 &
+served=$!
+set +m
+trap 'kill -INT -- "-$served" 2>/dev/null || true; rm -f "$log"' EXIT
+failed=0
+"$PYTHON" -m pytest -q -m "not vllm" || failed=$?
+wait "$served" || failed=$?
+cat "$log"
+exit "$failed"
