@@ -66,9 +66,14 @@ def best_step(folder: Path) -> Path:
     return max(steps, key=lambda path: (read_state(path)["expected_acceptance"], step_number(path)))
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path, *needed: str) -> dict[str, Any]:
+    """Raises ContractError when it is broken or a key of `needed` is no number."""
     check_complete(path)
-    return _read_json(path / STATE, "expected_acceptance")
+    state = _read_json(path / STATE, "expected_acceptance", *needed)
+    for key in ("expected_acceptance", *needed):
+        if not isinstance(state[key], int | float):
+            raise _broken(path / STATE, f"{key} is {state[key]!r}")
+    return state
 
 
 def read_draft(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

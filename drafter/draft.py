@@ -187,6 +187,8 @@ def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier
     drafter.rotary_emb = type(drafter.rotary_emb)(drafter.rotary_emb.config)  # its table must be real
     state = {_to_speculators(name): tensor for name, tensor in weights.items()}
     state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
+    if drafter.t2d is not None and "t2d" not in weights:
+        raise ContractError("the drafter's tensors do not fit its config: t2d is missing")
     kept = slice(None) if drafter.t2d is None else weights["t2d"]
     state.setdefault(native.EMBEDDING, verifier.embed)
     state |= {"verifier_lm_head.weight": verifier.head[kept], "verifier_norm.weight": verifier.norm}
@@ -200,6 +202,9 @@ def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier
 def check_form(config: dict[str, Any], target: Target) -> None:
     """Raises ContractError on a drafter for another target, ConfigError on one that this forward pass has not."""
     native.check_config(config, target)
+    for key in ("rms_norm_eps", "max_position_embeddings"):
+        if not isinstance(config.get(key), int | float):
+            raise ContractError(f"{native.CONFIG}: {key} is {config.get(key)!r}, must be a number")
     nested = config.get("eagle_config") or {}
     for key in UNSUPPORTED:
         if config.get(key) or nested.get(key):

@@ -57,6 +57,8 @@ class Training:
             if self.position.step == 0:
                 self._validate()
             for step in remaining:
+                if self._gave_up():
+                    break
                 figures = self._step(step)
                 if progress:
                     progress.advance(
@@ -67,12 +69,6 @@ class Training:
                     if not self._saved(step.number):
                         self._save()
                     raise Interrupted(figures["stop"])
-                patience = self.config.train.patience
-                if patience and self.position.stale >= patience:
-                    say("step %d: no better for %d validations, stopping early", step.number, patience)
-                    if not self._saved(step.number):
-                        self._save()
-                    break
         finally:
             if progress:
                 progress.close()
@@ -88,7 +84,7 @@ class Training:
         done = checkpoint.complete_steps(self.stage.folder)
         if done:
             weights, self.settings = checkpoint.read_draft(done[-1])
-            self._resume(checkpoint.read_state(done[-1]))
+            self._resume(checkpoint.read_state(done[-1], *asdict(self.position)))
         else:
             weights, self.settings = first_draft(config, verifier, self.dataset)
         self.keeps_embedding = native.EMBEDDING in weights
@@ -274,6 +270,16 @@ class Training:
         )  # fmt: skip
         if position.step == 0:
             self.stage.facts["expected_acceptance_before"] = acceptance
+
+    def _gave_up(self) -> bool:
+        """Whether validation has not improved for too long: asked before a step, so that a resumed run stops too."""
+        patience, step = self.config.train.patience, self.position.step
+        if not patience or self.position.stale < patience:
+            return False
+        say("step %d: no better for %d validations, stopping early", step, patience)
+        if not self._saved(step):
+            self._save()
+        return True
 
     def _saved(self, step: int) -> bool:
         return checkpoint.step_path(self.stage.folder, step).exists()

@@ -180,6 +180,9 @@ def check_config(config: dict[str, Any], target: Target) -> None:
     for key, value in wanted.items():
         if config.get(key) != value:
             raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be {value!r}")
+    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        if not isinstance(config.get(key), int):
+            raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be a number")
     for where in (config, config.get("eagle_config") or {}):
         if (ids := where.get(LAYER_IDS)) and tuple(ids) != target.aux_layer_ids:
             raise ContractError(f"{CONFIG}: {LAYER_IDS} is {ids}, target.layer_ids is {list(target.layer_ids)}")

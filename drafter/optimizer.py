@@ -7,6 +7,7 @@ from torch import Tensor
 
 from drafter import parallel
 from drafter.config import Train
+from drafter.errors import ContractError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -57,7 +58,11 @@ class Optimizer:
         return {f"{name}.{kind}": state[p][kind] for name, p in self.parameters.items() for kind in MOMENTS}
 
     def load(self, moments: dict[str, Tensor], step: int) -> None:
-        """Take up whole `moments` after `step` steps."""
+        """Take up whole `moments` after `step` steps. Raises ContractError when they are not these parameters'."""
+        for name, parameter in self.parameters.items():
+            for key in (f"{name}.{kind}" for kind in MOMENTS):
+                if key not in moments or moments[key].shape != parameter.shape:
+                    raise ContractError(f"the checkpoint's moments do not fit the drafter: {key}")
         for name, parameter in self.parameters.items():
             kinds = {kind: parallel.like(moments[f"{name}.{kind}"], parameter) for kind in MOMENTS}
             steps = torch.tensor(float(step), device=parameter.device)

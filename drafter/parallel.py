@@ -16,6 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from drafter.errors import StageError
+
 log = logging.getLogger("drafter")
 
 Kind = Literal["ddp", "fsdp2"]
@@ -26,8 +28,12 @@ STATE_SHARE = 0.5  # of a GPU's memory that they may take; the rest is for activ
 TRIAL_STEPS = 3
 
 
-class MainFailed(Exception):
-    """Raised on the other ranks when rank 0's work raised."""
+class MainFailed(StageError):
+    """Raised on the other ranks when rank 0's work raised: they end as it does."""
+
+    def __init__(self, exit_code: int):
+        super().__init__("rank 0 failed")
+        self.exit_code = exit_code
 
 
 class Ranks:
@@ -75,8 +81,9 @@ class Ranks:
                 work()
             except Exception as error:
                 failed = error
-        if self.sum(torch.tensor(float(failed is not None), device=self.device)) and failed is None:
-            raise MainFailed("rank 0 failed")
+        code = 0 if failed is None else getattr(failed, "exit_code", 1)
+        if (said := int(self.sum(torch.tensor(code, device=self.device)))) and failed is None:
+            raise MainFailed(said)
         if failed is not None:
             raise failed
 

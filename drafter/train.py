@@ -1,5 +1,7 @@
 """Stage 04: teach the drafter to say what the target says. What is checked and claimed around the loop."""
 
+import contextlib
+
 from drafter import artifacts, checkpoint, data, draft, native, parallel
 from drafter.config import Config
 from drafter.dataset import Dataset, read_dataset
@@ -17,16 +19,19 @@ QUESTION = (
 
 def run(stage: Stage) -> dict:
     """Train until done, early stop or a signal. Raises Interrupted after saving when a signal came."""
-    with parallel.ranks() as ranks:
+    with parallel.ranks() as ranks, contextlib.ExitStack() as held:
         stage.require("02_hidden_states")
         check_settings(stage.config)
         dataset = read_dataset(stage, ranks.world)
         finished, before = is_finished(stage, dataset), read_manifest(stage.folder)
         ranks.barrier()  # every rank has read the manifest
-        if ranks.main:
+
+        def claim() -> None:
+            held.enter_context(artifacts.locked(stage.folder))
             stage.begin(QUESTION)
             artifacts.sweep(stage.folder)
-        ranks.barrier()
+
+        ranks.on_main(claim)
         if finished:
             stage.facts = before["facts"]
             say("trained already: %s", stage.facts["best"])

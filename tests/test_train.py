@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
 import pytest
 import torch
 
-from drafter import checkpoint, config, loop, native, train
+from drafter import artifacts, checkpoint, config, loop, native, train
 from tests import captured, tiny_models
 
 
@@ -388,9 +389,50 @@ def test_early_stop_takes_the_best_step(target, warm_start, tmp_path, monkeypatc
     assert summary["facts"]["last_step"] == 5 and summary["facts"]["best"] == "step-00000002"
     monkeypatch.undo()
     assert captured.train(path)[1]["facts"]["last_step"] == 5  # and a rerun leaves it at that
+    manifest = folder(path) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"status": "failed", "facts": {}}))
+    assert captured.train(path)[1]["facts"]["last_step"] == 5, "also one that was killed before it could say so"
+
+
+def test_two_trainings_never_share_a_folder(target, tmp_path):
+    path = captured.write_run(tmp_path, target)
+    with artifacts.locked(folder(path)):
+        code, summary = captured.train(path)
+    assert (code, "another process is working" in summary["error"]) == (2, True)
+
+
+@pytest.mark.parametrize("file", ["state.json", "config.json", "drafter.safetensors", "optimizer.safetensors"])
+def test_a_checkpoint_that_lacks_something_is_one_clear_line(undisturbed, tmp_path, file):
+    """Every kind of hole: a key, a tensor."""
+    whole = undisturbed[0].parent
+    shutil.copytree(whole, tmp_path / "copy")
+    path = tmp_path / "copy/config.yaml"
+    path.write_text(path.read_text().replace(str(whole), str(path.parent)))
+    manifest = folder(path) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"facts": {}}))
+    broken = last(path) / file
+    if file.endswith("json"):
+        holes = ("stale", "tokens") if file == "state.json" else ("intermediate_size", "rms_norm_eps")
+        content = json.loads(broken.read_text())
+        damaged = [{key: content[key] for key in content if key != hole} for hole in holes]
+        damaged = [json.dumps(each).encode() for each in damaged]
+    else:
+        content = broken.read_bytes()
+        names = (b'"t2d"', b'"fc.weight') if file == "drafter.safetensors" else (b'"fc.weight.exp_avg"',)
+        damaged = [content.replace(name, name[:1] + b"x" + name[2:], 1) for name in names]
+    for each in damaged:
+        broken.write_bytes(each)
+        code, summary = captured.train(path)
+        assert code == 1 and "our bug" not in summary["error"], summary
 
 
 # Several ranks
+
+
+def test_a_changed_question_ends_every_rank_with_the_same_code(target, tmp_path):
+    path = captured.write_run(tmp_path, target, max_steps=1, tokens_per_step=256)
+    assert captured.train(path)[0] == 0
+    assert captured.train_on_ranks(2, path, "train.lr=0.5") == [2, 2]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
