@@ -75,6 +75,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def read_note(path: Path, **needed: type) -> dict[str, Any]:
+    """A JSON object that the run can do without: {} where there is none, or not with the keys `needed`."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in needed.items()):
+            return found
+    return {}
+
+
 def sweep(folder: Path) -> int:
     """Remove what crashes left unpublished below `folder` (`*.part`, safetensors' `.tmp*`); the number removed."""
     removed = 0

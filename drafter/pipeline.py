@@ -226,11 +226,10 @@ class Pipeline:
 
         Of a run that this is a copy of, the units are its own affair.
         """
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            earlier = json.loads(state_path(self.config).read_text())
+        if earlier := report.state(self.config):
             self.state["stages"] = earlier["stages"]
             if earlier.get("home") == artifacts.home(self.config.run_dir):
-                self.state["production"] = earlier["production"]
+                self.state["production"] = earlier.get("production", [])
 
     def _active_units(self) -> list[str]:
         roles = [role for role in get_args(config.Role) if getattr(self.config.servers, role).kind == "systemd"]
@@ -267,7 +266,8 @@ class Pipeline:
             self.state["status"] = status
             if error:
                 self.state["error"] = error
-            self._save()
+            with _only_logged("pipeline.json"):  # a full disk must not keep anybody from being told
+                self._save()
             self._report()
             self._event("finish" if status == "complete" else status)
 
@@ -297,14 +297,18 @@ class Pipeline:
 def probe(run_config: config.Config) -> None:
     """Measure this machine: 01b, 02 and 04 on some rows, in a run of which only the manifests stay, for the plan.
 
-    Raises ResumableError when a stage fails.
+    What the run takes from other runs stays theirs. Raises ResumableError when a stage fails, ConfigError while the
+    run itself is working: it has the machine.
     """
     overrides = [*run_config.arguments[3::2], f"run.name={run_config.run.name}-probe", "train.epochs=1"]
     short = config.load(run_config.arguments[1], overrides)
     rows = max(PROBE_ROWS, 2 * run_config.generate.concurrency)  # fewer would not fill the server for long
-    if code := Pipeline(short, STEPS[:3], rows, None).run():
-        raise ResumableError(f"the probe ended with exit code {code}: see {short.run_dir / 'logs'}")
+    with artifacts.locked(run_config.run_dir):
+        if code := Pipeline(short, STEPS[:3], rows, None).run():
+            raise ResumableError(f"the probe ended with exit code {code}: see {short.run_dir / 'logs'}")
     for step in STEPS[:3]:
+        if step.stage in short.run.take:
+            continue
         for path in short.stage_dir(step.stage).iterdir():
             if path.name not in ("manifest.json", "config.yaml"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -361,6 +365,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
         plan.parse_deadline(args.deadline, datetime.now())  # a wrong one is told now, not once 01b begins
+        if args.probe and not args.plan:
+            raise ConfigError("--probe measures for a plan: write --plan --probe")
         words = [word for word in args.config if word != "status"]
         if len(words) > 1:
             raise ConfigError(f"one config a run, not {' and '.join(words)}")

@@ -75,8 +75,8 @@ def engine(run_config: config.Config) -> Iterator[str]:
         return
     architecture, kept = run_config.target.architecture.name, run_config.run_dir / ENGINE
     question = {"python": own.python or sys.executable, "architecture": architecture}
-    answer = json.loads(kept.read_text()) if kept.exists() else {}
-    if {key: answer.get(key) for key in question} != question:
+    answer = artifacts.read_note(kept)
+    if "eagle3" not in answer or {key: answer.get(key) for key in question} != question:
         line = [question["python"], "-c", ASK_ENGINE, architecture]
         done = process.run(line, timeout=300, env=server.environment(own))
         if done.returncode:

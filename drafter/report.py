@@ -4,7 +4,6 @@ Written after every stage from what the stages left behind; a part that is not t
 By hand: `python -m drafter.report --config FILE`.
 """
 
-import json
 import re
 import shlex
 import sys
@@ -13,7 +12,6 @@ from datetime import datetime
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from drafter import artifacts, charts, config, disk, html, plan, stage
 from drafter.caveats import caveats
@@ -60,15 +58,16 @@ class Found:
 
     def __init__(self, run_config: config.Config):
         self.config = run_config
-        self.state = _json(run_config.run_dir / "pipeline.json") or {}
-        self.plan = _json(run_config.run_dir / "plan.json") or {}
+        self.state = state(run_config)
+        self.plan = artifacts.read_note(run_config.run_dir / "plan.json")
         self.manifests = {}
         for name in config.STAGES:
             try:
                 self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
             except StageError:
                 self.manifests[name] = {"stage": name, "status": "unreadable"}
-        self.acceptance = _json(run_config.stage_dir("06_acceptance") / "acceptance.json")
+        path = run_config.stage_dir("06_acceptance") / "acceptance.json"
+        self.acceptance = artifacts.read_note(path, headline=dict, measurements=list)
         self.metrics = _records(run_config.stage_dir("04_train") / "metrics.jsonl")
 
     def manifest(self, name: str) -> dict:
@@ -82,6 +81,13 @@ class Found:
     def planned(self, name: str) -> dict[str, float]:
         """Minutes that the plan gave a stage: typical, low, high."""
         return {part: round(value / 60, 1) for part, value in self.plan.get(name, {}).get("seconds", {}).items()}
+
+
+def state(run_config: config.Config) -> dict:
+    """What `pipeline.json` says; {} where there is none, or a broken one."""
+    found = artifacts.read_note(run_config.run_dir / "pipeline.json", status=str, stages=dict)
+    whole = all(isinstance(each, dict) for each in found.get("stages", {}).values())
+    return found if whole and isinstance(found.get("production", []), list) else {}
 
 
 def write(run_config: config.Config) -> Path:
@@ -233,7 +239,7 @@ def training(found: Found) -> list[str]:
 
 
 def per_position(found: Found) -> str:
-    measured = [m for m in (found.acceptance or {}).get("measurements", []) if m["per_position"]]
+    measured = [m for m in found.acceptance.get("measurements", []) if m["per_position"]]
     if not measured:
         return ""
     first = measured[0]
@@ -313,13 +319,6 @@ def _signed(value: float | None) -> str:
 
 def _gib(count: float | None) -> float | None:
     return None if count is None else round(count / plan.GIB, 3)
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _records(path: Path, limit: int | None = None) -> list[dict]:

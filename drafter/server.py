@@ -233,10 +233,8 @@ def _record_path(run_config: config.Config, role: config.Role) -> Path:
 def _read_record(run_config: config.Config, role: config.Role) -> dict | None:
     """What was noted of the process we started for this role; None for another run's, of which this is a copy."""
     path = _record_path(run_config, role)
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        record = json.loads(path.read_text())
-        return record if record.get("home") == artifacts.home(path.parent) else None
-    return None
+    record = artifacts.read_note(path, pid=int, boot=str, home=str, ready=bool, command=list, log=str)
+    return record if record and record["home"] == artifacts.home(path.parent) else None
 
 
 def _recorded(run_config: config.Config, role: config.Role) -> dict | None:
@@ -294,7 +292,7 @@ def _stop(run_config: config.Config, role: config.Role, hangs: bool = False) -> 
     """Raises ResumableError naming processes that cannot be ended; the record of them stays."""
     record = _read_record(run_config, role)
     # Workers may outlive the leader; but a pid that was given to somebody else since is not ours to end.
-    if record and record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record["birth"]):
+    if record and record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record.get("birth")):
         patient = record["ready"] and not hangs
         seconds = _settings(run_config, role).stop_seconds
         if left := process.end_session(record["pid"], seconds if patient else min(seconds, QUICK_SECONDS)):

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import config, pipeline, plan, rates
+from drafter import artifacts, config, pipeline, plan, rates
 from drafter.errors import ConfigError
 
 BOX, RENTED = "rtx_pro_6000_x8", "b300_x8"
@@ -114,7 +114,31 @@ def test_a_probe_measures_what_nobody_has_measured_and_keeps_only_its_manifests(
     assert "generate: 50 tok/s" in text and "train: 1,000 tok/s" in text and "profile" not in text
     assert text.count("measured in run smollm2_cpu-probe") == 8
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"manifest.json", "config.yaml"}
+    assert left == {"manifest.json", "config.yaml", ".lock"}
+
+
+def test_a_probe_keeps_what_it_takes_from_another_run(tmp_path, model, monkeypatch):
+    """Its clearing up once reached into the other run's folder."""
+    other = tmp_path / "other/01b_synthetic"
+    other.mkdir(parents=True)
+    for name in ("manifest.json", "shard-00000.jsonl", "prompts.jsonl"):
+        (other / name).write_text("{}")
+    overrides = [f"run.dir={tmp_path / 'runs'}", f"run.take={{01b_synthetic: {other}}}"]
+
+    def run(self) -> int:
+        for step in self.steps[1:]:
+            (self.config.stage_dir(step.stage)).mkdir(parents=True)
+        return 0
+
+    monkeypatch.setattr(pipeline.Pipeline, "run", run)
+    pipeline.probe(config.load(CPU_CONFIG, overrides))
+    assert len(list(other.iterdir())) == 3
+
+
+def test_a_probe_never_takes_the_machine_from_its_own_run(tmp_path, model):
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
+    with artifacts.locked(run.run_dir), pytest.raises(ConfigError, match="another process is working"):
+        pipeline.probe(run)
 
 
 def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monkeypatch):

@@ -202,7 +202,7 @@ def test_a_record_from_before_a_reboot_is_no_process_of_ours(role, tmp_path):
     path = run_config.run_dir / "servers/generate.json"
     path.parent.mkdir(parents=True)
     record = {"pid": bystander.pid, "birth": "1", "boot": process.boot(), "home": artifacts.home(path.parent)}
-    path.write_text(json.dumps(record))
+    path.write_text(json.dumps(record | {"ready": True, "command": [], "log": "log"}))
     assert not server.alive(run_config, "generate")
     server.down(run_config, "generate")
     assert bystander.poll() is None
