@@ -1,6 +1,7 @@
 """Process sessions: a server or a stage is started as the leader of its own, so that all of it can be ended."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 from drafter import interrupts
 
+PARENT = "DRAFTER_PARENT"  # in a child's environment: the process that it must not outlive
+PR_SET_PDEATHSIG = 1
 REMIND_SECONDS = 10
 KILL_SECONDS = 30  # a process that SIGKILL does not end in this time hangs in the kernel, and waiting is no use
 
@@ -66,6 +69,19 @@ def _fields(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def parent_here() -> dict[str, str]:
+    """For the environment of a child that is to `follow_parent`."""
+    return {PARENT: str(os.getpid())}
+
+
+def follow_parent() -> None:
+    """From here on the death of the process that started this one, even by SIGKILL, asks this one to stop."""
+    if parent := os.environ.pop(PARENT, None):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(parent):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def send(pids: Iterable[int], signum: int) -> None:

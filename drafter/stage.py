@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, config, contracts, interrupts
+from drafter import artifacts, config, contracts, interrupts, process
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 
 log = logging.getLogger("drafter")
@@ -28,7 +28,7 @@ PACKAGES = (
 )  # fmt: skip
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
 class Stage:
@@ -138,6 +138,10 @@ def read_manifest(folder: Path) -> dict | None:
         raise _broken(folder, repr(error)) from None
     if not isinstance(manifest, dict):
         raise _broken(folder, "no object")
+    manifest = {"status": "unknown", "facts": {}} | manifest
+    for key, kind in {"status": str, "facts": dict}.items():
+        if not isinstance(manifest[key], kind):
+            raise _broken(folder, f"no {key}")
     return manifest
 
 
@@ -202,9 +206,12 @@ def run_tool(
         with interrupts.listening(signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             args = arguments.parse_args(argv)
             body(config.load(args.config, args.overrides), args)
-    except StageError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return error.exit_code
+    except (StageError, OSError) as error:
+        known = error if isinstance(error, StageError) else of_the_machine(error)
+        if known is None:
+            raise
+        print(f"{name}: {known}", file=sys.stderr)
+        return known.exit_code
     except Interrupted as stop:
         return stop.exit_code
     return 0
@@ -223,6 +230,7 @@ def run(
     interrupts.listen(signal.SIGTERM, signal.SIGINT)
     stage: Stage | None = None
     try:
+        process.follow_parent()
         args = arguments.parse_args(argv)
         stage = Stage(name, config.load(args.config, args.overrides), args)
         summary, code = body(stage), 0
@@ -253,12 +261,14 @@ def run(
 
 
 def of_the_machine(error: Exception) -> StageError | None:
-    """What a full disk or a forbidden path means for who acts next; None for any other error."""
+    """What a full disk, a forbidden or impossible path or a broken disk means for who acts next; else None."""
     number = error.errno if isinstance(error, OSError) else None
     if number in DISK_FULL:
         return ResumableError(f"{error.strerror}; free some space and run the same command again")
     if number in FORBIDDEN:
         return ConfigError(f"{error.filename or 'a file'}: {error.strerror}")
+    if number == errno.EIO:
+        return ContractError(f"{error.filename or 'a file'}: {error.strerror}")
     return None
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import shlex
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 from drafter import config, interrupts, process, server
-from drafter.errors import Interrupted, ResumableError
+from drafter.errors import Interrupted, ResumableError, StageError
 
 log = logging.getLogger("drafter")
 
@@ -54,8 +55,11 @@ class Keeper:
         """What is wrong with the server, if anything."""
         if time.monotonic() - self.looked >= LOOK_SECONDS[self.settings.kind]:
             self.looked = time.monotonic()
-            if not server.alive(self.config, self.role):
-                return "died"
+            try:
+                if not server.alive(self.config, self.role):
+                    return "died"
+            except StageError as error:  # a systemctl that does not say is no dead server; the pulse knows better
+                log.info("server %s: %s", self.role, error)
         return f"hangs ({self.pulse.sick})" if self.pulse.sick else None
 
     def repair(self, trouble: str, stage: subprocess.Popen | None = None) -> None:
@@ -99,7 +103,10 @@ class Pulse:
     def _beat(self) -> None:
         patience, well = self.settings.hang_minutes * 60, time.time()
         while not self._over.wait(patience / 10):
-            reason = server.missing(self.config, self.role, patience)
+            try:
+                reason = server.missing(self.config, self.role, patience)
+            except StageError as error:  # systemctl did not say
+                reason = str(error)
             now = time.time()
             if reason is None:
                 well = now
@@ -121,7 +128,12 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
     try:
         with interrupts.held():
             stage = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=os.environ | process.parent_here(),
+                start_new_session=True,
             )
         readers = [
             threading.Thread(target=_copy_lines, args=(stage.stderr, log_file), daemon=True),
@@ -160,13 +172,17 @@ def _ask_to_stop(stage: subprocess.Popen, stop: BaseException) -> None:
 
 
 def _copy_lines(source, log_file: Path) -> None:
-    """Show a stage's talk as it comes, and keep it."""
-    with open(log_file, "ab") as kept:
+    """Show a stage's talk as it comes, and keep it.
+
+    On a full disk or without a terminal it is lost, but read on: a stage that nobody reads would stand still.
+    """
+    with open(log_file, "ab", buffering=0) as kept:
         for line in source:
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
-            kept.write(line)
-            kept.flush()
+            with contextlib.suppress(OSError):
+                kept.write(line)
+            with contextlib.suppress(OSError):
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
 
 
 def _last_json(lines: list[bytes]) -> dict:

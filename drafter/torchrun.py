@@ -26,6 +26,8 @@ def main(arguments: list[str]) -> int:
     args.signals_to_handle = "SIGQUIT"  # the others are ours
     for signum in SIGNALS:
         signal.signal(signum, _forward)
+    process.follow_parent()
+    os.environ |= process.parent_here()  # ranks are in sessions of their own
     try:
         run.run(args)
     except SignalException as stop:

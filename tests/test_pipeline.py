@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import config, pipeline, process
+from drafter import config, pipeline, process, supervise
 
 SCRIPTS = Path(__file__).parent / "scripts"
 STAGES = list(config.STAGES)
@@ -317,6 +317,45 @@ def test_a_ctrl_c_during_imports_ends_a_program_without_a_traceback(program, lib
     assert (starting.returncode, err) in [(-signal.SIGINT, ""), (130, "")]
 
 
+@pytest.mark.parametrize("name", ["01b_synthetic", "04_train"])
+def test_a_stage_saves_and_ends_when_its_pipeline_is_killed(night, name):
+    """R02: it once went on by itself, beside the one that the next run started."""
+    running = night.start("--only", name.partition("_")[0], **{f"_{name}": "forever"})
+    wait_for(night.run_dir / name / "working")
+    running.kill()
+    wait_for(night.run_dir / name / "saved")
+    running.communicate(timeout=10)
+    code, _, err = night.run("--only", name.partition("_")[0])
+    assert code == 0 and night.leftovers() == [], err
+
+
+def test_a_run_folder_that_cannot_be_is_one_line(night):
+    (night.folder / "file").touch()
+    night.overrides = [f"run.dir={night.folder / 'file'}"]
+    code, _, err = night.run()
+    assert (code, len(err.splitlines()), "Not a directory" in err) == (2, 1, True)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "7", "[]", "{}", '{"stages": 7}', '{"status": "failed", "stages": {"a": 7}}']
+)
+def test_a_state_file_that_says_nothing_is_as_good_as_none(night, content):
+    night.run_dir.mkdir(parents=True)
+    (night.run_dir / "pipeline.json").write_text(content)
+    assert night.run("--only", "05")[0] == 0
+    assert night.state()["status"] == "complete"
+
+
+def test_a_log_on_a_full_disk_does_not_stop_the_reading(capfd):
+    supervise._copy_lines(lines := iter([b"one\n", b"two\n"]), Path("/dev/full"))
+    assert next(lines, None) is None and capfd.readouterr().err == "one\ntwo\n"
+
+
+def test_a_probe_without_a_plan_starts_no_night(night):
+    code, _, err = night.run("--probe")
+    assert (code, "--plan --probe" in err) == (2, True)
+
+
 def test_a_server_that_always_dies_is_given_up(night):
     night.server_fakes["generate"] = "dies=2"
     night.overrides.append("servers.generate.restarts=1")
@@ -382,10 +421,10 @@ def test_the_production_server_is_given_back_after_a_signal_and_after_a_kill(nig
     (night.run_dir / "04_train/working").unlink()
     running = night.start("--from", "04", _04_train="forever")
     wait_for(night.run_dir / "04_train/working")
-    stage = int((night.run_dir / "04_train/working").read_text())
+    (night.run_dir / "04_train/saved").unlink()
     running.kill()
+    wait_for(night.run_dir / "04_train/saved")  # a stage does not outlive its pipeline
     running.communicate()
-    os.killpg(os.getsid(stage), signal.SIGKILL)
     assert not night.production_active()
     assert night.run("--from", "04")[0] == 0
     assert night.production_active(), "the next pipeline knows what the killed one owed"
