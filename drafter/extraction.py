@@ -21,9 +21,9 @@ from drafter import artifacts, contracts, probe, states
 from drafter.capture import Asked, Capture
 from drafter.config import Config
 from drafter.contracts import IndexEntry
-from drafter.errors import ContractError, ResumableError, RowError
+from drafter.errors import ContractError, ResumableError, RowError, StageError
 from drafter.launch import captured_layer_ids
-from drafter.stage import Progress, say
+from drafter.stage import Progress, of_the_machine, say
 from drafter.worklist import Item, Rejected, Share
 
 ATTEMPTS = 3  # of a row whose states were bad or never came, while the server lived
@@ -64,7 +64,7 @@ class Extraction:
         self._unvouched: list[IndexEntry] = []
         self._committing = threading.Lock()
         self._attempts: Counter[str] = Counter()
-        self._stop: ResumableError | None = None
+        self._stop: StageError | None = None
         self._first_loss = first_loss
         self._probe = probe.Probe(config)
         self._asked = Asked(config.target.layer_ids, config.extract.dtype)
@@ -279,7 +279,11 @@ class Extraction:
     async def _commit_every_second(self) -> None:
         while True:
             await asyncio.sleep(1)
-            await asyncio.to_thread(self._commit)
+            try:
+                await asyncio.to_thread(self._commit)
+            except OSError as error:  # what it was to vouch for is checked by the next run
+                self._stop = of_the_machine(error) or ResumableError(f"{self.folder}: {error.strerror}; run it again")
+                return
             free, reserve = artifacts.free_bytes(self.folder), self.config.extract.reserve_gb * 1e9
             if free < reserve and self._stop is None:
                 self._stop = ResumableError(

@@ -1,5 +1,7 @@
 """Stage 02 against a small engine (transformers, our connector, real HTTP): right, never half, within the disk."""
 
+import errno
+import gc
 import importlib
 import itertools
 import json
@@ -571,6 +573,29 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(run, engine,
     assert code == 3 and "no space left" in summary["error"]
     assert all(name.endswith((".safetensors", ".error")) for name in run.files())
     monkeypatch.setattr(states, "write", write)
+    assert run.extract(capsys, engine.port)[0] == 0
+    run.assert_exactly_the_rows()
+
+
+def test_a_journal_that_cannot_be_written_stops_the_run_with_one_line(run, engine, capsys, monkeypatch, caplog):
+    """H15: nobody waited for the task that writes it, so the run went on and left a traceback."""
+    journal, calls = artifacts.Journal.append, itertools.count()
+
+    def append(self, record: dict) -> None:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        journal(self, record)
+
+    monkeypatch.setattr(artifacts.Journal, "append", append)
+    engine.plan = lambda _body: time.sleep(0.4)
+    code, summary = run.extract(
+        capsys, engine.port, "--set", "extract.concurrency=1", "--set", "extract.tokens_per_request=1",
+        "--set", "extract.probe_rows=1",
+    )  # fmt: skip
+    gc.collect()
+    assert (code, "No space left" in summary["error"]) == (3, True) and "never retrieved" not in caplog.text
+    assert 0 < summary["pending"] < 12
+    engine.plan = lambda _body: None
     assert run.extract(capsys, engine.port)[0] == 0
     run.assert_exactly_the_rows()
 
