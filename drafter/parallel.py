@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from drafter.errors import StageError
+from drafter.errors import ResumableError, StageError
 
 log = logging.getLogger("drafter")
 
@@ -90,12 +90,16 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks() -> Iterator[Ranks]:
-    """Join the other ranks for as long as the block lasts."""
+    """Join the other ranks for as long as the block lasts. Raises ResumableError when one of them is gone."""
     own = Ranks()
     if own.world > 1:
         dist.init_process_group("nccl" if own.device.type == "cuda" else "gloo")
     try:
         yield own
+    except RuntimeError as error:
+        if own.world > 1 and (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            raise ResumableError(f"another rank is gone: {' '.join(str(error).split())[:200]}") from None
+        raise
     finally:
         if own.world > 1:
             dist.destroy_process_group()

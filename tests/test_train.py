@@ -429,6 +429,17 @@ def test_a_checkpoint_that_lacks_something_is_one_clear_line(undisturbed, tmp_pa
 # Several ranks
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_rank_whose_peer_is_killed_ends_as_one_to_run_again(target, tmp_path, kind):
+    """It was a traceback, called our bug."""
+    path = captured.write_run(tmp_path, target, epochs=400, tokens_per_step=256, parallel=kind)
+    killed, other = captured.start_on_ranks(2, path)
+    while not checkpoint.complete_steps(folder(path)):
+        time.sleep(0.05)
+    os.kill(killed, signal.SIGKILL)
+    assert (captured.wait(killed), captured.wait(other)) == (-signal.SIGKILL, 3)
+
+
 def test_a_changed_question_ends_every_rank_with_the_same_code(target, tmp_path):
     path = captured.write_run(tmp_path, target, max_steps=1, tokens_per_step=256)
     assert captured.train(path)[0] == 0
