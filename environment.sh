@@ -31,6 +31,9 @@ make_environment() {  # make_environment [LIST...]: .venv with the machine's req
   local lists stamp python
   if [[ $GPU == yes ]]; then lists=(requirements.txt requirements-nodeps.txt); else lists=(requirements-cpu.txt requirements-cpu-nodeps.txt); fi
   lists+=("$@")
+  mkdir -p .venv || return
+  exec 9> .venv/.lock
+  flock 9 || return # two commands at once would install into each other
   for list in "${lists[@]}"; do
     stamp=$(sha256sum "$list")
     grep -qsxF "$stamp" .venv/.installed && continue
@@ -44,6 +47,7 @@ make_environment() {  # make_environment [LIST...]: .venv with the machine's req
     sed -i "\|  $list\$|d" .venv/.installed 2>/dev/null || true
     echo "$stamp" >> .venv/.installed
   done
+  exec 9>&-
   PYTHON=$PWD/.venv/bin/python
 }
 

@@ -65,6 +65,7 @@ def run(stage: Stage) -> dict:
     artifacts.write_json(stage.folder / REPORT, report)
     for sentence in caveats(report):
         say("%s", sentence)
+    say("%s", comparison.sentence(report["headline"]))
     stage.facts = report["headline"] | {"left_out": len(report["left_out"])}
     # What the budget leaves out is a plan and no failure; running again goes on with it.
     return stage.finish() | {"deadline": True}

@@ -42,7 +42,8 @@ def _serving(config: Config, folder: Path) -> str:
     speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": _first_cell(config)}
     return (
         f"## Serving\n\nvLLM {native.MIN_ENGINE} or newer:\n\n"
-        f"```\nvllm serve {config.target.model} --speculative-config '{json.dumps(speculative)}'\n```"
+        f"```\npython -m vllm.entrypoints.openai.api_server --model {config.target.model} "
+        f"--speculative-config '{json.dumps(speculative)}'\n```"
     )
 
 

@@ -125,6 +125,11 @@ class Training:
                 f"{self.stage.folder} to train anew"
             )
         self.position = Position(**{key: state[key] for key in asdict(self.position)})
+        if self.position.step > (asked := len(self.dataset.plan.steps)):
+            raise ConfigError(
+                f"{self.position.step} steps are trained and {asked} are asked for: raise train.epochs or "
+                "train.max_steps, or take another run.name"
+            )
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a resumed step to be the step that would have been."""

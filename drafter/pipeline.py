@@ -93,6 +93,7 @@ class Pipeline:
             if not worked:
                 log.info("run %s is finished: every stage has what it needs, nothing was done", self.config.run.name)
             self._finish("complete")
+            log.info("report: %s", self.config.run_dir / "report.html")
             return 0
 
     def _unfinished(self) -> list[config.StageName]:

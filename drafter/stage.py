@@ -59,7 +59,10 @@ class Stage:
         """
         manifest = read_manifest(self.config.stage_dir(upstream))
         if manifest is None:
-            raise ConfigError(f"stage {upstream} has not run: nothing in {self.config.stage_dir(upstream)}")
+            raise ConfigError(
+                f"stage {upstream} has not run: nothing in {self.config.stage_dir(upstream)}; "
+                f"run it first, or take another run's with run.take.{upstream}=FOLDER"
+            )
         self._refuse_changes(manifest, upstream)
         return manifest
 

@@ -50,7 +50,7 @@ def plan(stage: Stage) -> dict:
     else:
         dataset = read_dataset(stage, config.train.processes)
         done = checkpoint.complete_steps(stage.folder)
-        pending = len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0)
+        pending = max(1, len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0))
         pending = 0 if is_finished(stage, dataset) else pending
     if (start := config.train.warm_start) and not (start / "config.json").exists():
         findings.append(f"no warm-start drafter at {start}")

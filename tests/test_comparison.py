@@ -167,3 +167,11 @@ def test_what_the_budget_left_out_is_listed():
     cut, absent = unit("run"), unit("run", concurrency=32)
     result = report({cut: decoded(0.5, skipped=3)}, [cut, absent])
     assert [(u["concurrency"], u["prompts_skipped"]) for u in result["left_out"]] == [(8, 3), (32, None)]
+
+
+def test_the_headline_reads_as_a_sentence():
+    result = report({unit("warm_start"): decoded(0.4), unit("run"): decoded(0.7, seed=1)})
+    said = comparison.sentence(result["headline"])
+    length = result["headline"]["acceptance_length"]
+    assert said.startswith(f"acceptance length {length:.2f} (") and "better against warm_start" in said
+    assert said.endswith("recommended to serve: run")

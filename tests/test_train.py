@@ -266,6 +266,8 @@ def test_more_epochs_carry_on(target, warm_start, tmp_path):
     assert captured.train(path, "train.epochs=2")[0] == 0
     assert checkpoint.step_number(last(path)) == 2 * steps
     assert [r["step"] for r in captured.metrics(path)] == list(range(1, 2 * steps + 1))
+    code, summary = captured.train(path, "train.epochs=1")
+    assert code == 2 and f"{2 * steps} steps are trained and {steps} are asked for" in summary["error"]
 
 
 def test_the_warm_starts_vocabulary_wins(target, warm_start, tmp_path):
