@@ -406,20 +406,22 @@ def with_positions(model: Path, folder: Path, positions: int) -> Path:
     return folder
 
 
-def compare(one: config.Config, other: config.Config, count: int, name: str) -> None:
-    """The relative difference of two runs' states, a token and a layer at a time."""
+def distances(one: config.Config, other: config.Config, count: int):
+    """The relative difference of two runs' states, of every token of `count` rows in every layer: [T, L]."""
     import torch
 
-    layers = [[] for _ in one.target.layer_ids]
+    found = []
     for number in range(count):
         path = contracts.states_path(contracts.content_id(number))
         pair = [states.read_states(run_config.stage_dir("02_hidden_states") / path) for run_config in (one, other)]
         assert torch.equal(pair[0].token_ids, pair[1].token_ids)
         left, right = (torch.cat([read.aux, read.final[:, None]], dim=1).float() for read in pair)
-        for slot, column in enumerate(((left - right).norm(dim=-1) / left.norm(dim=-1)).T):
-            layers[slot].append(column)
-    for layer, columns in zip(one.target.layer_ids, layers, strict=True):
-        differences = torch.cat(columns)
+        found.append((left - right).norm(dim=-1) / left.norm(dim=-1))
+    return torch.cat(found)
+
+
+def compare(one: config.Config, other: config.Config, count: int, name: str) -> None:
+    for layer, differences in zip(one.target.layer_ids, distances(one, other, count).T, strict=True):
         metric(f"{name}_layer{layer}_median", differences.median().item())
         metric(f"{name}_layer{layer}_p999", differences.quantile(0.999).item())
         metric(f"{name}_layer{layer}_largest", differences.max().item())

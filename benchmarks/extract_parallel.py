@@ -24,9 +24,9 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from extract import ROOT, metric, write_rows
+from extract import ROOT, distances, metric, write_rows
 
-from drafter import config, contracts, probe, server, states
+from drafter import config, probe, server
 from drafter.errors import StageError
 from tests import tiny_models
 
@@ -169,14 +169,7 @@ def extract(degree: int, overrides: list[str]) -> bool:
 
 def compare(first: config.Config, other: config.Config, rows: int, name: str) -> None:
     """Relative distances, token by token, between the states of two runs."""
-    found = []
-    for number in range(rows):
-        path = contracts.states_path(contracts.content_id(number))
-        one, two = (states.read_states(c.stage_dir("02_hidden_states") / path) for c in (first, other))
-        pairs = [(one.aux.float(), two.aux.float()), (one.final.float()[:, None], two.final.float()[:, None])]
-        found.append(torch.cat([(a - b).norm(dim=-1) / a.norm(dim=-1) for a, b in pairs], 1))
-    distance = torch.cat(found)
-    for layer, column in zip(first.target.layer_ids, distance.T, strict=True):
+    for layer, column in zip(first.target.layer_ids, distances(first, other, rows).T, strict=True):
         metric(f"{name}_layer{layer}_mean_distance", float(column.mean()))
         metric(f"{name}_layer{layer}_median_distance", float(column.median()))
         metric(f"{name}_layer{layer}_share_beyond_{probe.RELATIVE}", float((column > probe.RELATIVE).float().mean()))

@@ -23,7 +23,7 @@ from drafter import (
     prompts,
     server,
 )
-from drafter.caveats import caveats
+from drafter.caveats import caveats, sentence
 from drafter.comparison import NONE, RUN, WARM_START, Unit
 from drafter.config import Cell, Config, Generate
 from drafter.decoding import Decoded
@@ -63,9 +63,9 @@ def run(stage: Stage) -> dict:
     report["prompt_sets"] = prompt_sets.describe(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
     report["drafters"] = {label: folder and native.identity(folder) for label, folder in drafters.items()}
     artifacts.write_json(stage.folder / REPORT, report)
-    for sentence in caveats(report):
-        say("%s", sentence)
-    say("%s", comparison.sentence(report["headline"]))
+    for caveat in caveats(report):
+        say("%s", caveat)
+    say("%s", sentence(report["headline"]))
     stage.facts = report["headline"] | {"left_out": len(report["left_out"])}
     # What the budget leaves out is a plan and no failure; running again goes on with it.
     return stage.finish() | {"deadline": True}
@@ -248,8 +248,7 @@ def _door(config: Config) -> str:
 
 
 def _smoked(config: Config) -> dict[str, float]:
-    path = config.run.dir / SMOKED
-    return json.loads(path.read_text()) if path.exists() else {}
+    return artifacts.read_note(config.run.dir / SMOKED)
 
 
 def smoke(stage: Stage) -> dict:

@@ -1,7 +1,28 @@
-"""What must be said beside an acceptance length, wherever it is shown."""
+"""How an acceptance length is said, and what must be said beside it, wherever it is shown."""
 
 from collections.abc import Iterator
 from typing import Any
+
+
+def sentence(headline: dict[str, Any]) -> str:
+    """The headline for a log."""
+    parts = []
+    if headline["acceptance_length"] is not None:
+        parts.append(f"acceptance length {length(headline)} with {headline['drafter']}")
+    if headline["speed_up"] is not None:
+        parts.append(f"{headline['speed_up']:.2f} times as fast as without a drafter")
+    if headline["baseline"]:
+        parts.append(f"{headline['verdict']} against {headline['baseline']}")
+    return ", ".join([*parts, f"recommended to serve: {headline['recommended']}"])
+
+
+def length(headline: dict[str, Any]) -> str:
+    """The acceptance length with its interval, as far as they are known."""
+    if headline.get("acceptance_length") is None:
+        return "not measured"
+    if headline.get("low") is None:
+        return f"{headline['acceptance_length']:.2f}"
+    return f"{headline['acceptance_length']:.2f} ({headline['low']:.2f} to {headline['high']:.2f})"
 
 
 def caveats(report: dict[str, Any]) -> list[str]:

@@ -227,16 +227,3 @@ def _recommended(drafter: str, baseline: str | None, verdict: str, faster: float
     if baseline:
         return drafter if verdict == statistics.BETTER else baseline
     return NONE if faster is not None and faster <= 1 else drafter
-
-
-def sentence(headline: dict[str, Any]) -> str:
-    """The headline for a log."""
-    parts = []
-    if headline["acceptance_length"] is not None:
-        interval = f"{headline['low']:.2f} to {headline['high']:.2f}"
-        parts.append(f"acceptance length {headline['acceptance_length']:.2f} ({interval}) with {headline['drafter']}")
-    if headline["speed_up"] is not None:
-        parts.append(f"{headline['speed_up']:.2f} times as fast as without a drafter")
-    if headline["baseline"]:
-        parts.append(f"{headline['verdict']} against {headline['baseline']}")
-    return ", ".join([*parts, f"recommended to serve: {headline['recommended']}"])

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from drafter.errors import Interrupted
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a request to end, a lost terminal
+
 _received: int | None = None
 _holds = 0
 _held_back = False

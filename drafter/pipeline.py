@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +36,6 @@ from drafter.stage import Parser, of_the_machine, positive, read_manifest
 
 log = logging.getLogger("drafter")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EVENT_SECONDS = 60
 PROBE_ROWS = 64
 
@@ -361,7 +359,7 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    interrupts.listen(*SIGNALS)
+    interrupts.listen(*interrupts.SIGNALS)
     pipeline: Pipeline | None = None
     try:
         args = parser().parse_args(argv)

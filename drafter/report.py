@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from drafter import artifacts, charts, config, disk, html, plan, stage
-from drafter.caveats import caveats
+from drafter.caveats import caveats, length
 from drafter.errors import StageError
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
@@ -132,7 +132,7 @@ def verdict(found: Found) -> str:
     if found.acceptance:
         head = found.acceptance["headline"]
         tone = {"better": "good", "worse": "bad"}.get(head["verdict"], "wait")
-        said = f"Acceptance length {_length(head)} with {escape(str(head['drafter']))}: {escape(head['verdict'])}"
+        said = f"Acceptance length {length(head)} with {escape(str(head['drafter']))}: {escape(head['verdict'])}"
         if head["baseline"]:
             said += (
                 f" against {escape(str(head['baseline']))}, difference {_signed(head['difference'])} "
@@ -158,7 +158,7 @@ def acceptance(found: Found) -> str:
         return ""
     head = found.acceptance["headline"]
     tiles = [
-        (_length(head), f"tokens a step, {head['drafter']}"),
+        (length(head), f"tokens a step, {head['drafter']}"),
         (f"{head['speed_up']:.2f}x" if head["speed_up"] else "", "tokens a second against none"),
         (f"{head['tokens_per_second']:,.0f}" if head["tokens_per_second"] else "", "tokens a second"),
     ]
@@ -303,14 +303,6 @@ def versions(found: Found) -> str:
 
 
 # Pieces
-
-
-def _length(head: dict) -> str:
-    if head.get("acceptance_length") is None:
-        return "not measured"
-    if head.get("low") is None:
-        return f"{head['acceptance_length']:.2f}"
-    return f"{head['acceptance_length']:.2f} ({head['low']:.2f} to {head['high']:.2f})"
 
 
 def _signed(value: float | None) -> str:

@@ -206,7 +206,7 @@ def run_tool(
     """Run a command that is no stage: it prints for a person, an error is one line, the exit codes are a stage's."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
-        with interrupts.listening(signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        with interrupts.listening(*interrupts.SIGNALS):
             args = arguments.parse_args(argv)
             body(config.load(args.config, args.overrides), args)
     except (StageError, OSError) as error:

@@ -15,8 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from drafter import process
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from drafter.interrupts import SIGNALS
 
 
 def main(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from drafter import comparison
+from drafter.caveats import sentence
 from drafter.comparison import Unit
 from drafter.decoding import Counters, Decoded, Reply
 
@@ -171,7 +172,13 @@ def test_what_the_budget_left_out_is_listed():
 
 def test_the_headline_reads_as_a_sentence():
     result = report({unit("warm_start"): decoded(0.4), unit("run"): decoded(0.7, seed=1)})
-    said = comparison.sentence(result["headline"])
+    said = sentence(result["headline"])
     length = result["headline"]["acceptance_length"]
     assert said.startswith(f"acceptance length {length:.2f} (") and "better against warm_start" in said
     assert said.endswith("recommended to serve: run")
+
+
+def test_the_headline_says_a_length_whose_interval_is_not_known():
+    result = report({unit("run"): decoded(0.7)})
+    headline = result["headline"] | {"low": None, "high": None}
+    assert sentence(headline).startswith(f"acceptance length {headline['acceptance_length']:.2f} with run")
