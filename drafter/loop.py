@@ -258,7 +258,7 @@ class Training:
         scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
         with torch.no_grad():
             for pack in self.loader.packs(share):
-                sums += self.model(pack, scale)[1]
+                sums += self.wrapped(pack, scale)[1]
         figures = summary_by_region(self.ranks.sum(sums).cpu())
         position, acceptance = self.position, figures["expected_acceptance"]
         position.stale = 0 if acceptance > position.best else position.stale + 1

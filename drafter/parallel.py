@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -151,22 +152,40 @@ def quickest(model: torch.nn.Module, own: Ranks, compute: torch.dtype, step: Ste
 def wrap(
     model: torch.nn.Module, kind: Kind, own: Ranks, compute: torch.dtype, reshard: bool = False
 ) -> torch.nn.Module:
-    """`model`, on its device already, made to average gradients over ranks. Call the result; keep using `model`.
+    """`model`, on its device already, made to average gradients over ranks.
 
-    One drafter layer is used in every step, so its weights stay gathered until the backward pass ends and FSDP2 takes
-    the model as one unit. The target's frozen weights stay whole on every rank: gathering them each step costs more.
+    Call the result, with gradients or without; `model` keeps its names and has the parameters to update. One drafter
+    layer is used in every step, so its weights stay gathered until the backward pass ends and FSDP2 takes the
+    matrices as one unit, gathered as `compute`, which the forward pass casts them to. Vectors, the norms' weights,
+    are read in fp32: rounded to bf16 they would stand still until updates add up to 0.4%. They are a second unit, so
+    that every kind computes the same numbers. The target's frozen weights stay whole on every rank: gathering them
+    each step costs more.
     """
     if own.world == 1:
         return model
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if kind == "ddp":
         # Every rank has read the same frozen weights and vocabulary map; there is nothing to send.
         still = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         still += [name for name, _ in model.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, still)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    return fully_shard(model, mp_policy=policy, ignored_params=set(frozen), reshard_after_forward=reshard)
+    outer, mesh = _Outer(model), init_device_mesh(own.device.type, (own.world,))
+    for module, dtype, vectors in ((outer, torch.float32, True), (model, compute, False)):
+        others = {p for p in model.parameters() if not p.requires_grad or (p.ndim == 1) != vectors}
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=others, reshard_after_forward=reshard)
+    return outer
+
+
+class _Outer(torch.nn.Module):
+    """Gives FSDP2 a second unit around `model`."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
 
 
 @contextlib.contextmanager

@@ -56,3 +56,43 @@ def test_auto_asks_for_no_trial_where_there_is_nothing_to_choose():
 
     for asked, expected in {"auto": "ddp", "ddp": "ddp", "fsdp2": "fsdp2"}.items():
         assert parallel.choose(asked, model_of_two(), parallel.Ranks(), torch.float32, never) == expected
+
+
+class Scaled(torch.nn.Module):
+    """As the drafter: a matrix cast to bf16 and a vector, near one as a norm's is, read in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+        self.vector = torch.nn.Parameter(torch.full((8,), 1.001))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.bfloat16() @ self.matrix.bfloat16()).float() * self.vector
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_compute_in_bf16_what_one_computes(tmp_path, kind):
+    """To the bit, gradients too: two terms have one order. A norm rounded to bf16 would not move for many steps."""
+    inputs = torch.linspace(0, 1, 64).view(2, 4, 8)
+
+    def work() -> int:
+        with parallel.ranks() as ranks:
+            model = Scaled()
+            wrapped = parallel.wrap(model, kind, ranks, torch.bfloat16)
+            with torch.no_grad():
+                before = wrapped(inputs[0])
+            (wrapped(inputs[ranks.rank]).square().sum() * ranks.world).backward()
+            gradients = {name: parallel.whole(p.grad) for name, p in model.named_parameters()}
+            torch.save({"output": before, **gradients}, tmp_path / f"{ranks.rank}.pt")
+        return 0
+
+    assert [captured.wait(pid) for pid in captured.on_ranks(2, work)] == [0, 0]
+    alone = Scaled()
+    for row in inputs:
+        alone(row).square().sum().backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.equal(found["output"], alone(inputs[0]))
+        for name, parameter in alone.named_parameters():
+            assert torch.equal(found[name], parameter.grad), name
