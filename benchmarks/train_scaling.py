@@ -2,27 +2,30 @@
 
     python benchmarks/train_scaling.py                 every number of GPUs that this machine has
     python benchmarks/train_scaling.py --worlds 1,2    some
+    python benchmarks/train_scaling.py --parts equal   only whether the losses are equal
     python benchmarks/train_scaling.py --tiny          the same code on gloo ranks of a CPU
 
 The Kimi-shaped drafter on random states, a pack of 8,192 a rank, 3 TTT steps, head frozen. PCIe machines without
 peer-to-peer copies behave as with `NCCL_P2P_DISABLE=1`. Then one epoch in SmolLM2's shape on one rank, twice, and
-on all: by DDP, by what `auto` chooses without peer-to-peer copies, by FSDP2 ended and resumed on half of them.
+on all by DDP and by FSDP2 (`equal`); by what `auto` chooses without peer-to-peer copies, and by FSDP2 ended and
+resumed on half of them (`ended`).
 Figures are printed as `METRIC name value` as soon as they are known; the most important come first, and what would
 begin after `--seconds` is left out.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train as bench
 
 KINDS = {"ddp": ("ddp", False), "fsdp2": ("fsdp2", True), "fsdp2_gathered": ("fsdp2", False)}  # kind, reshard
+PARTS = ("scaling", "equal", "ended")
 SECONDS = 120  # of one launch at most
+EQUAL_SECONDS = 75  # the same, where losses are compared: what is there by then is compared
+TOLERANCE = {"bf16": 2e-3, "fp32": 1e-5}  # of a loss, relative
 
 
 # Inside torchrun
@@ -134,7 +140,10 @@ def report(ranks, facts: dict) -> None:
 class Launch:
     """Ranks of one script, as torchrun would start them, that end together."""
 
-    def __init__(self, world: int, script: list[str], environment: dict[str, str], stdout: int):
+    def __init__(
+        self, world: int, script: list[str], environment: dict[str, str], stdout: int, seconds: float = SECONDS
+    ):
+        self.deadline = time.monotonic() + seconds
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -156,7 +165,7 @@ class Launch:
 
     def _watch(self) -> None:
         """Until all have ended; the first that fails, or the time limit, ends the others."""
-        deadline = time.monotonic() + SECONDS
+        deadline = self.deadline
         while any(process.poll() is None for process in self.processes):
             if any(process.returncode for process in self.processes):
                 deadline = min(deadline, time.monotonic() + 5)
@@ -164,6 +173,10 @@ class Launch:
                 for process in self.processes:
                     process.kill()
             time.sleep(0.02)
+
+    @property
+    def over(self) -> bool:
+        return not self.watch.is_alive()
 
     def wait(self) -> int:
         """Exit code of the first rank that failed, or 0."""
@@ -201,65 +214,102 @@ def scaling(world: int, peer: bool, arguments, alone: float | None, saves: str =
     return first
 
 
-def equal_losses(world: int, arguments) -> None:
-    """One epoch each: the same losses as on one rank, step by step, at equal global batch."""
-    pack = 512 if arguments.tiny else 4096
-    alone, everything = {"CUDA_VISIBLE_DEVICES": "0"}, {}
-    runs = {  # ranks, kind, environment
-        "one": (1, "ddp", alone),
-        "again": (1, "ddp", alone),
-        "ddp": (world, "ddp", everything),
-        "auto": (world, "auto", {"NCCL_P2P_DISABLE": "1"}),
-        "fsdp2_ended": (world, "fsdp2", everything),
-    }
+class Runs:
+    """`04_train.py` over the same rows, one epoch, one global batch; every run under a name of its own."""
+
+    def __init__(self, folder: Path, world: int, tiny: bool):
+        self.folder = folder
+        self.script = bench.make_run(folder, tiny)
+        self.tolerance = TOLERANCE["bf16" if "train.precision=bf16" in self.script else "fp32"]
+        self.script += [
+            "--set",
+            "train.epochs=1",
+            "--set",
+            f"train.tokens_per_step={world * (512 if tiny else 4096)}",
+        ]
+        self.script += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
+
+    def start(self, name: str, ranks: int, kind: str, environment: dict[str, str]) -> Launch:
+        own = ["--set", f"run.name={name}", "--set", f"train.parallel={kind}"]
+        return Launch(ranks, [*self.script, *own], environment, subprocess.DEVNULL, EQUAL_SECONDS)
+
+    def losses(self, name: str, kind: str = "train") -> list[float]:
+        log = self.folder / f"runs/{name}/04_train/metrics.jsonl"
+        records = map(json.loads, log.read_text().split("\n")[:-1]) if log.exists() else []
+        return [r["loss_total"] if kind == "train" else sum(r["loss"]) for r in records if r["kind"] == kind]
+
+    def compare(self, name: str) -> None:
+        """Step by step with the run on one rank: relative differences and whether they are within the tolerance."""
+        kinds = ("train", "validation")
+        pairs = {kind: list(zip(self.losses("one", kind), self.losses(name, kind), strict=False)) for kind in kinds}
+        steps, expected = len(self.losses(name)), len(self.losses("one"))
+        bench.metric(f"equal_{name}_steps", f"{steps} of {expected}")
+        if not pairs["train"]:
+            return
+        differences = {kind: [abs(a - b) / a for a, b in pairs[kind]] for kind in kinds}
+        bench.metric(f"equal_{name}_first_relative_difference", differences["train"][0])
+        bench.metric(f"equal_{name}_median_relative_difference", statistics.median(differences["train"]))
+        bench.metric(f"equal_{name}_largest_relative_difference", max(differences["train"]))
+        bench.metric(f"equal_{name}_last_relative_difference", differences["train"][-1])
+        for (a, b), difference in zip(pairs["validation"], differences["validation"], strict=True):
+            bench.metric(f"equal_{name}_validation", f"{a:.6f} {b:.6f} differ by {difference:.2e}")
+        within = max(itertools.chain(*differences.values())) <= self.tolerance
+        verdict = ("equal" if within else "DIFFERENT") + ("" if steps == expected else ", INCOMPLETE")
+        bench.metric(f"equal_{name}_verdict", f"{verdict} (tolerance {self.tolerance:.0e})")
+
+
+def equal_losses(world: int, tiny: bool, ended: bool) -> None:
+    """The same losses as on one rank, step by step, at equal global batch."""
     with bench.scratch() as folder:
-        script = bench.make_run(folder, arguments.tiny)
-        script += ["--set", "train.epochs=1", "--set", f"train.tokens_per_step={world * pack}"]
-        script += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
-
-        def start(name: str, ranks: int, kind: str, environment: dict[str, str]) -> Launch:
-            own = ["--set", f"run.name={name}", "--set", f"train.parallel={kind}"]
-            return Launch(ranks, [*script, *own], environment, subprocess.DEVNULL)
-
-        def losses(name: str) -> list[float]:
-            log = folder / f"runs/{name}/04_train/metrics.jsonl"
-            lines = log.read_text().split("\n")[:-1] if log.exists() else []
-            return [record["loss_total"] for record in map(json.loads, lines) if record["kind"] == "train"]
-
-        launches: dict[str, Launch] = {}
-        for name, run in runs.items():
-            launches[name] = start(name, *run)
-            if arguments.tiny and name != "fsdp2_ended":  # GPUs carry several small runs at once
-                launches[name].wait()
-        ended = launches.pop("fsdp2_ended")
-        while ended.main.poll() is None and len(losses("fsdp2_ended")) < 4:
-            time.sleep(0.02)
         started = time.perf_counter()
-        ended.main.send_signal(signal.SIGTERM)
-        bench.metric("sigterm_exit_code", str(ended.wait()))
-        bench.metric("sigterm_exit_s", time.perf_counter() - started)
-        bench.metric("sigterm_at_step", str(len(losses("fsdp2_ended"))))
-        for launch in launches.values():
-            launch.wait()
-        start("fsdp2_ended", max(1, world // 2), "fsdp2", everything).wait()
-        manifest = folder / "runs/auto/04_train/manifest.json"
-        if manifest.exists():
-            bench.metric("auto_chose", str(json.loads(manifest.read_text())["facts"].get("parallel")))
-        whole = losses("one")
-        bench.metric("equal_steps", str(len(whole)))
-        for name in [*runs][1:]:
-            found = losses(name)
-            if not whole or len(found) != len(whole):
-                print(f"losses of {name}: {len(found)} steps, not {len(whole)}", flush=True)
-                continue
-            differences = sorted(abs(a - b) / a for a, b in zip(whole, found, strict=True))
-            bench.metric(f"equal_{name}_largest_relative_difference", differences[-1])
-            bench.metric(f"equal_{name}_median_relative_difference", differences[len(differences) // 2])
+        runs = Runs(folder, world, tiny)
+        bench.metric("equal_rows_written_s", time.perf_counter() - started)
+        launches: dict[str, Launch] = {}
+        for name, ranks, kind, environment in (
+            ("one", 1, "ddp", {"CUDA_VISIBLE_DEVICES": "0"}),
+            ("ddp", world, "ddp", {}),
+            ("fsdp2", world, "fsdp2", {}),
+            ("again", 1, "ddp", {"CUDA_VISIBLE_DEVICES": "0"}),
+        ):
+            launches[name] = runs.start(name, ranks, kind, environment)
+            if tiny:  # GPUs carry several small runs at once
+                launches[name].wait()
+        one = launches.pop("one")
+        bench.metric("equal_one_exit_code", str(one.wait()))
+        while launches:
+            for name in [name for name, launch in launches.items() if launch.over]:
+                bench.metric(f"equal_{name}_exit_code", str(launches.pop(name).wait()))
+                runs.compare(name)
+            time.sleep(0.02)
+        bench.metric("equal_s", time.perf_counter() - started)
+        if ended:
+            end_and_resume(runs, world)
+
+
+def end_and_resume(runs: Runs, world: int) -> None:
+    auto = runs.start("auto", world, "auto", {"NCCL_P2P_DISABLE": "1"})
+    bench.metric("equal_auto_exit_code", str(auto.wait()))
+    manifest = runs.folder / "runs/auto/04_train/manifest.json"
+    if manifest.exists():
+        bench.metric("auto_chose", str(json.loads(manifest.read_text())["facts"].get("parallel")))
+    runs.compare("auto")
+    ended = runs.start("fsdp2_ended", world, "fsdp2", {})
+    while not ended.over and len(runs.losses("fsdp2_ended")) < 4:
+        time.sleep(0.02)
+    started = time.perf_counter()
+    ended.main.send_signal(signal.SIGTERM)
+    bench.metric("sigterm_exit_code", str(ended.wait()))
+    bench.metric("sigterm_exit_s", time.perf_counter() - started)
+    bench.metric("sigterm_at_step", str(len(runs.losses("fsdp2_ended"))))
+    resumed = runs.start("fsdp2_ended", max(1, world // 2), "fsdp2", {})
+    bench.metric("resumed_exit_code", str(resumed.wait()))
+    runs.compare("fsdp2_ended")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", help="numbers of ranks; default 1, 2, 4, 8 as far as there are GPUs")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=3600, help="nothing begins after so many")
@@ -277,15 +327,18 @@ def main() -> None:
         gpus = 2 if arguments.tiny or not shutil.which("nvidia-smi") else _gpus()
         worlds = [world for world in (1, 2, 4, 8) if world <= gpus]
     begun = time.perf_counter()
-    alone = scaling(1, True, arguments, None) if 1 in worlds else None
-    parts: list[Callable] = []
-    if many := [world for world in worlds if world > 1]:
-        most, fewer = many[-1], many[:-1]
-        parts = [lambda: scaling(most, True, arguments, alone, saves="ddp,fsdp2_gathered")]
-        parts += [lambda: scaling(most, False, arguments, alone)]
-        parts += [lambda world=world: scaling(world, True, arguments, alone) for world in fewer]
-        parts += [lambda: equal_losses(most, arguments)]
-        parts += [lambda world=world: scaling(world, False, arguments, alone) for world in fewer]
+    chosen, parts = arguments.parts.split(","), []
+    many, alone = [world for world in worlds if world > 1], None
+    if "scaling" in chosen and 1 in worlds:
+        alone = scaling(1, True, arguments, None)
+    if "scaling" in chosen and many:
+        parts = [lambda: scaling(many[-1], True, arguments, alone, saves="ddp,fsdp2_gathered")]
+        parts += [lambda: scaling(many[-1], False, arguments, alone)]
+        parts += [lambda world=world: scaling(world, True, arguments, alone) for world in many[:-1]]
+    if "equal" in chosen and many:
+        parts += [lambda: equal_losses(many[-1], arguments.tiny, "ended" in chosen)]
+    if "scaling" in chosen:
+        parts += [lambda world=world: scaling(world, False, arguments, alone) for world in many[:-1]]
     for part in parts:
         if time.perf_counter() - begun < arguments.seconds:
             part()
