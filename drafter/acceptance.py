@@ -228,15 +228,24 @@ def read_unit(stage: Stage, unit: Unit) -> Decoded:
 
 
 def plan_smoke(stage: Stage) -> dict:
-    """Offline: whether the warm start is still untrained, and not known to be served well on this target."""
-    config, findings, pending = stage.config, [], 0
-    if (start := config.train.warm_start) and not export.is_trained(config):
-        try:
-            native.read_config(start)
-            pending = int(_door(config) not in _smoked(config))
-        except StageError as error:
-            findings.append(str(error))
+    """Offline: whether the warm start is yet to be tried, and what is missing for it."""
+    findings, pending = [], 0
+    try:
+        pending = int(to_be_tried(stage.config))
+    except StageError as error:
+        findings.append(str(error))
     return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def to_be_tried(config: Config) -> bool:
+    """Whether there is a warm start that is still untrained and not known to be served well on this target.
+
+    Raises StageError when a folder is not what it should be.
+    """
+    if (start := config.train.warm_start) is None or export.is_trained(config):
+        return False
+    native.read_config(start)
+    return _door(config) not in _smoked(config)
 
 
 def _door(config: Config) -> str:

@@ -18,9 +18,10 @@ STAGES = ("01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acce
 StageName = Literal["01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance"]
 Role = Literal["generate", "extract", "evaluate"]
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+MOST = 10**8  # of anything counted or timed: more is a slip, and too long a wait for the clock
+PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -91,7 +92,7 @@ def read_added_tokens(folder: Path) -> dict[str, int]:
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     dir: Path = Path("runs")
-    seed: int = 0
+    seed: NonNegativeInt = 0
     take: dict[StageName, Path] = {}  # finished stages of other runs: stage -> that stage's folder
     keep: tuple[StageName, ...] = ()  # what `drafter.artifacts clean` never proposes
     on_event: str | None = None  # a command, run with EVENT, STAGE and RUN in its environment

@@ -48,6 +48,7 @@ class Training:
         if self.ranks.main:
             self.metrics = Metrics(self.stage.folder, self.position.step)
         self._listen()
+        started, before = time.perf_counter(), self.position.tokens
         steps = self.dataset.plan.steps
         progress = Progress(len(steps), "steps", self.position.step) if self.ranks.main else None
         remaining = steps[self.position.step :]
@@ -74,7 +75,7 @@ class Training:
                 progress.close()
             if self.metrics:
                 self.metrics.close()
-        self._finish()
+        self._finish(time.perf_counter() - started, self.position.tokens - before)
 
     # Before the first step
 
@@ -308,7 +309,8 @@ class Training:
             kept = done[-1].name if done else "nothing"
             raise ResumableError(f"step {self.position.step} could not be saved ({error}); {kept} is kept") from None
 
-    def _finish(self) -> None:
+    def _finish(self, seconds: float, tokens: int) -> None:
+        """`tokens` were trained in these `seconds`: those of this call, validations and checkpoints included."""
         best = checkpoint.best_step(self.stage.folder)
         if not self.ranks.main:
             return
@@ -319,6 +321,7 @@ class Training:
             "best": best.name,
             "expected_acceptance": checkpoint.read_state(best)["expected_acceptance"],
             "tokens_seen": self.position.tokens,
+            "tokens_per_second": round(tokens / seconds, 1),
         }
         say("best step: %s, expected acceptance length %.3f", best.name, self.stage.facts["expected_acceptance"])
 

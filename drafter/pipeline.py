@@ -352,6 +352,7 @@ def parser() -> Parser:
     result.add_argument(
         "--probe", action="store_true", help="with --plan: measure first what was never measured here"
     )
+    result.add_argument("--done-by", metavar="HH:MM", help="with --plan: say what is done by then, and propose it")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     result.add_argument("--dry-run", action="store_true", help="offline: what each stage would do, what is missing")
     return result
@@ -363,9 +364,10 @@ def main(argv: list[str] | None = None) -> int:
     pipeline: Pipeline | None = None
     try:
         args = parser().parse_args(argv)
-        plan.parse_deadline(args.deadline, datetime.now())  # a wrong one is told now, not once 01b begins
-        if args.probe and not args.plan:
-            raise ConfigError("--probe measures for a plan: write --plan --probe")
+        for time_of_day in (args.deadline, args.done_by):
+            plan.next_time(time_of_day, datetime.now())  # a wrong one is told now, not once 01b begins
+        if (args.probe or args.done_by) and not args.plan:
+            raise ConfigError("--probe and --done-by belong to a plan: write --plan before them")
         words = [word for word in args.config if word != "status"]
         if len(words) > 1:
             raise ConfigError(f"one config a run, not {' and '.join(words)}")
@@ -377,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.plan:
             if args.probe and plan.guesses(run_config):
                 probe(run_config)
-            print(plan.show(run_config, deadline=args.deadline))
+            print(plan.show(run_config, None, args.deadline, args.done_by))
             return 0
         if args.dry_run:
             from drafter import preflight
@@ -392,6 +394,8 @@ def main(argv: list[str] | None = None) -> int:
         if run_config.target.model == default_model.FOLDER:
             default_model.ensure()
         code, summary = pipeline.run(), pipeline.state
+    except BrokenPipeError:  # whoever reads has seen enough
+        return 1
     except Interrupted as stop:
         code, summary = stop.exit_code, pipeline.state if pipeline else {"status": "interrupted"}
     except (StageError, OSError) as error:

@@ -25,6 +25,7 @@ from drafter.rates import (
     profiles,
 )
 
+TRIAL = "warm start's trial"
 GIB, TIB = 2**30, 2**40
 COUNTS = (5_000, 10_000, 25_000, 50_000)
 ROW_BYTES_PER_TOKEN = 11  # a 01b row: ids as JSON and the text once
@@ -62,11 +63,13 @@ def sizes(run_config: config.Config, fallback: Profile) -> Sizes:
 
 
 def estimate(run_config: config.Config, known: Rates, size: Sizes, rows: int) -> list[Estimate]:
-    """Stage by stage for `rows` rows."""
+    """Stage by stage for `rows` conversations, some of which are held out; before them, the warm start's trial."""
     train, acceptance = run_config.train, run_config.acceptance
-    written = known.tokens_per_row * rows
+    rows = max(0, rows - (0 if acceptance.prompts else acceptance.held_out))
+    written = known.answer_tokens * rows
     longest = run_config.target.max_seq_len
-    read = Range(*(rows * min(tokens, longest) for tokens in dataclasses.astuple(known.tokens_per_row)))
+    read = Range(*(rows * min(tokens, longest) for tokens in dataclasses.astuple(known.row_tokens)))
+    trained = read * ((1 - train.validation_share) * train.epochs)
     checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
     launches = {
         (drafter, cell.num_speculative_tokens if drafter != "none" else 0)
@@ -75,13 +78,15 @@ def estimate(run_config: config.Config, known: Rates, size: Sizes, rows: int) ->
     }
     budget = acceptance.budget_minutes * 60
     start, none = known.start_seconds, exactly(0)
+    trial = [Estimate(TRIAL, Range(10, 60, 300), start, 0, 0)] if known.trial else []
     return [
+        *trial,
         Estimate(
             "01b_synthetic",
             written.over(known.generate),
             start,
             written.typical,
-            written.typical * ROW_BYTES_PER_TOKEN,
+            read.typical * ROW_BYTES_PER_TOKEN,
         ),
         Estimate(
             "02_hidden_states",
@@ -92,9 +97,9 @@ def estimate(run_config: config.Config, known: Rates, size: Sizes, rows: int) ->
         ),
         Estimate(
             "04_train",
-            (read * train.epochs).over(known.train),
+            trained.over(known.train),
             none,
-            read.typical * train.epochs,
+            trained.typical,
             (train.keep_checkpoints + 1) * checkpoint,
         ),
         Estimate("05_export", Range(30, 60, 300), none, 0, size.drafter_parameters * 2),
@@ -122,6 +127,12 @@ def rows_asked(run_config: config.Config) -> int | None:
     return total
 
 
+def answered_by(deadline: datetime, now: datetime, known: Rates) -> int:
+    """Conversations that 01b has answered by then, its server and the trial's started before."""
+    seconds = (deadline - now).total_seconds() - known.start_seconds.typical * (2 if known.trial else 1)
+    return max(0, round(seconds * known.generate.typical / known.answer_tokens.typical))
+
+
 def disk_left(run_config: config.Config) -> float:
     """Bytes the run may use: free space without the reserve."""
     return max(0, artifacts.free_bytes(run_config.run_dir) - run_config.extract.reserve_gb * 1e9)
@@ -141,7 +152,7 @@ def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds
                     return (
                         f"{rows:,} rows, max_seq_len {length}, {dtype}: {duration(whole(parts))}, {size(disk(parts))}"
                     )
-    return "nothing: not even 500 rows fit; free some disk (python -m drafter.artifacts du) or take a later deadline"
+    return "nothing: not even 500 rows fit; free some disk (python -m drafter.artifacts du) or give it more time"
 
 
 # Words
@@ -159,6 +170,15 @@ def duration(seconds: Range) -> str:
     if f"{low:.1f}" == f"{high:.1f}":
         return f"{typical:.1f} {name}"
     return f"{typical:.1f} {name} ({low:.1f} to {high:.1f})"
+
+
+def clock(now: datetime, seconds: float) -> str:
+    """When that is: day and hour, without the hour where it is weeks away, years where the calendar ends."""
+    days = seconds / 86400
+    if days > 365:
+        return f"in {days / 365:,.0f} years"
+    then = now + timedelta(seconds=seconds)
+    return f"{then:%a %H:%M}" if days < 6 else f"{then:%Y-%m-%d}"
 
 
 def dollars(seconds: Range, usd_per_hour: Range) -> str:
@@ -183,12 +203,19 @@ def moving(byte_count: float, link_gbit: float = LINK_GBIT) -> Range:
     return Range(line * 1.5, line * 3, line * 8)
 
 
-def page(run_config: config.Config, platform: Profile, deadline: datetime | None, now: datetime) -> str:
-    """The plan as text."""
+def page(
+    run_config: config.Config,
+    platform: Profile,
+    now: datetime,
+    deadline: datetime | None = None,
+    done_by: datetime | None = None,
+) -> str:
+    """The plan as text: of a night whose 01b stops at `deadline`, held against when it is to be done."""
     known = measured_or(run_config, platform)
     count = sizes(run_config, platform)
-    asked = rows_asked(run_config) or 10_000
-    parts = estimate(run_config, known, count, asked)
+    asked = rows_asked(run_config) or COUNTS[1]
+    answered = min(asked, answered_by(deadline, now, known)) if deadline else asked
+    parts = estimate(run_config, known, count, answered)
     total = whole(parts)
     body = [
         [
@@ -200,14 +227,15 @@ def page(run_config: config.Config, platform: Profile, deadline: datetime | None
         ]
         for part in parts
     ]
-    finish, latest = (now + timedelta(seconds=value) for value in (total.typical, total.high))
     body.append(["whole run", duration(total), "included", "", size(disk(parts))])
     lines = [
-        f"{run_config.run.name}: {asked:,} rows on {platform.title}",
+        f"{run_config.run.name}: {answered:,} rows on {platform.title}"
+        + (f", of {asked:,} those answered by {deadline:%H:%M}" if answered < asked else ""),
         "",
         table(["stage", "work", "server starts", "tokens", "disk"], body),
         "",
-        f"started now, done {finish:%a %H:%M}, at the latest {latest:%a %H:%M}",
+        f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}",
+        *_of_the_trial(run_config, parts),
         "",
     ]
     lines += ["counted with:"]
@@ -215,16 +243,27 @@ def page(run_config: config.Config, platform: Profile, deadline: datetime | None
         lines.append(
             f"  {name}: {rate.typical:,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}), {known.sources[name]}"
         )
-    lines.append(f"  a row: {known.tokens_per_row.typical:,.0f} tokens, {known.sources['tokens_per_row']}")
+    lines.append(f"  an answer: {known.answer_tokens.typical:,.0f} tokens, {known.sources['answer_tokens']}")
+    lines.append(f"  a row: {known.row_tokens.typical:,.0f} tokens, {known.sources['row_tokens']}")
     lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({run_config.extract.dtype})")
     if guesses(run_config):
         again = shlex.join(["./run_pipeline.sh", *run_config.arguments[1:], "--plan", "--probe"])
         lines.append(f"  to measure that first, a few minutes beside two server starts: {again}")
-    lines += ["", *_fits(run_config, known, count, deadline, now), ""]
-    seconds = (deadline - now).total_seconds() if deadline else None
+    lines += ["", *_fits(run_config, known, count, done_by, now), ""]
+    seconds = (done_by - now).total_seconds() if done_by else None
     lines += [f"proposal: {proposal(run_config, known, platform, seconds)}", ""]
-    lines += _platforms(run_config, asked)
+    lines += _platforms(run_config, answered)
     return "\n".join(lines)
+
+
+def _of_the_trial(run_config: config.Config, parts: list[Estimate]) -> list[str]:
+    if parts[0].stage != TRIAL:
+        return []
+    both = parts[0].seconds + parts[0].start_seconds + parts[1].start_seconds
+    return [
+        f"the first night begins with the warm start as it is, {duration(both)} with the start of 01b's server, "
+        "which makes room for it; acceptance.smoke=false goes without"
+    ]
 
 
 def guesses(run_config: config.Config) -> bool:
@@ -233,18 +272,18 @@ def guesses(run_config: config.Config) -> bool:
     return any(source.startswith("profile") for source in known.sources.values())
 
 
-def _fits(run_config, known: Rates, count: Sizes, deadline: datetime | None, now: datetime) -> list[str]:
+def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now: datetime) -> list[str]:
     free = disk_left(run_config)
     rows = []
     for number in sorted({*COUNTS, rows_asked(run_config) or COUNTS[1]}):
         parts = estimate(run_config, known, count, number)
         total, needed = whole(parts), disk(parts)
         verdict = ["fits" if needed <= free else f"lacks {size(needed - free)} of disk"]
-        if deadline:
-            late = (now + timedelta(seconds=total.typical) - deadline).total_seconds()
+        if done_by:
+            late = total.typical - (done_by - now).total_seconds()
             verdict.append("in time" if late <= 0 else f"{late / 3600:.1f} h late")
         rows.append([f"{number:,}", duration(total), size(needed), ", ".join(verdict)])
-    return [table(["rows", "whole run", "disk", f"against {size(free)} free"], rows)]
+    return [table(["rows", "whole run", "disk", f"against {size(free)} free beside the reserve"], rows)]
 
 
 def _platforms(run_config: config.Config, asked: int) -> list[str]:
@@ -255,7 +294,7 @@ def _platforms(run_config: config.Config, asked: int) -> list[str]:
         if other.model["hidden_size"] == here.model["hidden_size"]:
             generate, extract, train = estimate(
                 run_config, of_profile(run_config, other), sizes(run_config, other), asked
-            )[:3]
+            )[:3]  # without a trial
             made = generate.seconds + extract.start_seconds + extract.seconds + train.seconds
             rows.append([other.title, duration(made), dollars(made, other.usd_per_hour)])
             states = extract.bytes
@@ -267,21 +306,21 @@ def _platforms(run_config: config.Config, asked: int) -> list[str]:
     ]
 
 
-def parse_deadline(text: str | None, now: datetime) -> datetime | None:
+def next_time(text: str | None, now: datetime) -> datetime | None:
     """The next HH:MM. Raises ConfigError."""
     if text is None:
         return None
     try:
         at = datetime.strptime(text, "%H:%M")
     except ValueError:
-        raise ConfigError(f"--deadline {text}: write it as HH:MM") from None
+        raise ConfigError(f"{text} is no time of the day: write it as HH:MM") from None
     when = now.replace(hour=at.hour, minute=at.minute, second=0, microsecond=0)
     return when if when > now else when + timedelta(days=1)
 
 
-def show(run_config: config.Config, profile_name: str | None = None, deadline: str | None = None) -> str:
-    now = datetime.now()
-    return page(run_config, profile(profile_name or default_profile(run_config)), parse_deadline(deadline, now), now)
+def show(run_config: config.Config, profile_name: str | None, deadline: str | None, done_by: str | None) -> str:
+    now, platform = datetime.now(), profile(profile_name or default_profile(run_config))
+    return page(run_config, platform, now, next_time(deadline, now), next_time(done_by, now))
 
 
 def to_record(run_config: config.Config) -> dict:
@@ -298,11 +337,13 @@ def to_record(run_config: config.Config) -> dict:
 def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.plan")
     arguments.add_argument("--profile", metavar="NAME", help="a file of configs/profiles; default: this machine's")
-    arguments.add_argument("--deadline", metavar="HH:MM")
+    arguments.add_argument("--deadline", metavar="HH:MM", help="when 01b is to stop generating")
+    arguments.add_argument("--done-by", metavar="HH:MM", help="say what is done by then, and propose it")
     arguments.add_argument("--json", action="store_true", help="the estimate by stage, for programs")
 
     def body(run_config: config.Config, args: argparse.Namespace) -> None:
-        print(json.dumps(to_record(run_config)) if args.json else show(run_config, args.profile, args.deadline))
+        text = show(run_config, args.profile, args.deadline, args.done_by)
+        print(json.dumps(to_record(run_config)) if args.json else text)
 
     return stage.run_tool("plan", body, arguments, argv)
 

@@ -1,6 +1,7 @@
 """How fast this machine is: earlier manifests where there are any, else the figures of a platform's profile."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -42,11 +43,13 @@ class Profile:
 
     title: str
     model: dict
+    answer_tokens: Range  # mean, where nothing is cut
     start_minutes: Range
     generate_tokens_per_s: Range
     extract_tokens_per_s: Range
     train_tokens_per_s: Range
     usd_per_hour: Range = Range(0, 0, 0)
+    prompt_tokens: float = 0
 
 
 def profiles() -> list[str]:
@@ -74,31 +77,52 @@ class Rates:
     generate: Range  # tokens a second
     extract: Range
     train: Range
-    tokens_per_row: Range
+    answer_tokens: Range  # of a row: what is written
+    row_tokens: Range  # what is read and trained on, the prompt included
     sources: dict[str, str]
+    trial: bool = False  # the untrained warm start is served before the night
 
 
 def of_profile(run_config: config.Config, platform: Profile) -> Rates:
-    """The platform's own figures; the length of a row is guessed from the config."""
-    half = run_config.generate.max_tokens / 2
+    """The platform's own figures."""
+    cut_at = run_config.generate.max_tokens
+    answer = Range(*(mean_when_cut(mean, cut_at) for mean in dataclasses.astuple(platform.answer_tokens)))
     return Rates(
         start_seconds=platform.start_minutes * 60,
         generate=platform.generate_tokens_per_s,
         extract=platform.extract_tokens_per_s,
         train=platform.train_tokens_per_s,
-        tokens_per_row=Range(0.7 * half, half, 1.3 * half),
-        sources=dict.fromkeys(("generate", "extract", "train"), f"profile {platform.title}")
-        | {"tokens_per_row": "half of generate.max_tokens"},
+        answer_tokens=answer,
+        row_tokens=answer + exactly(platform.prompt_tokens),
+        sources=dict.fromkeys(
+            ("generate", "extract", "train", "answer_tokens", "row_tokens"), f"profile {platform.title}"
+        ),
     )
+
+
+def mean_when_cut(mean: float, cut_at: float) -> float:
+    """Mean length of answers that are cut there: as measured, their lengths fall off exponentially."""
+    return mean * (1 - math.exp(-cut_at / mean))
 
 
 def measured_or(run_config: config.Config, platform: Profile) -> Rates:
     """Measured where an earlier run of the same target on this machine left a manifest, else the platform's."""
-    rates = of_profile(run_config, platform)
+    rates = dataclasses.replace(of_profile(run_config, platform), trial=_to_be_tried(run_config))
     for name, (value, run) in _measured(run_config).items():
         spread = Range(0.8 * value, value, 1.25 * value)
         rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
     return rates
+
+
+def _to_be_tried(run_config: config.Config) -> bool:
+    if not (run_config.acceptance.smoke and run_config.train.warm_start):
+        return False
+    from drafter import acceptance  # needs torch, which other plans do without
+
+    try:
+        return acceptance.to_be_tried(run_config)
+    except StageError:  # the drafter or the target is not on this machine
+        return True
 
 
 def _measured(run_config: config.Config) -> dict[str, tuple[float, str]]:
@@ -106,13 +130,14 @@ def _measured(run_config: config.Config) -> dict[str, tuple[float, str]]:
     found: dict[str, tuple[float, str]] = {}
     for name, stage_name, read in (
         ("generate", "01b_synthetic", lambda facts, _: facts["generation"]["output_tokens_per_second"]),
-        ("tokens_per_row", "01b_synthetic", lambda facts, _: facts["rows"]["all"]["mean_tokens"]),
+        ("answer_tokens", "01b_synthetic", lambda facts, _: facts["rows"]["all"]["mean_tokens"]),
+        ("row_tokens", "02_hidden_states", lambda facts, made: facts["tokens"] / made["out"]),
         ("extract", "02_hidden_states", lambda facts, _: facts["tokens_per_second"]),
-        ("train", "04_train", lambda facts, seconds: facts["tokens_seen"] / seconds),
+        ("train", "04_train", lambda facts, _: facts["tokens_per_second"]),
     ):
         for folder, manifest in _manifests(run_config, stage_name):
             try:
-                value = read(manifest["facts"], manifest["seconds"])
+                value = read(manifest["facts"], manifest)
                 if value > 0:
                     found[name] = (value, folder.name)
                     break

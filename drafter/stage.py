@@ -209,6 +209,9 @@ def run_tool(
         with interrupts.listening(*interrupts.SIGNALS):
             args = arguments.parse_args(argv)
             body(config.load(args.config, args.overrides), args)
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough
+        return 1
     except (StageError, OSError) as error:
         known = error if isinstance(error, StageError) else of_the_machine(error)
         if known is None:

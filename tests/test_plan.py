@@ -23,8 +23,9 @@ def stages(kimi, name, rows=10_000, tokens=4096):
     """Estimates of 01b, 02 and 04 with rows of known length, the generate role already up."""
     platform = rates.profile(name)
     known = rates.of_profile(kimi, platform)
-    known = plan.dataclasses.replace(known, tokens_per_row=rates.exactly(tokens))
-    return plan.estimate(kimi, known, plan.sizes(kimi, platform), rows)[:3]
+    of_length = rates.exactly(tokens)
+    known = plan.dataclasses.replace(known, answer_tokens=of_length, row_tokens=of_length)
+    return plan.estimate(kimi, known, plan.sizes(kimi, platform), rows + kimi.acceptance.held_out)[:3]
 
 
 def test_ten_thousand_rows_on_the_box_are_what_the_team_measured(kimi):
@@ -76,8 +77,8 @@ def test_measured_rates_of_this_machine_win_and_the_plan_names_the_run(tmp_path,
     (folder / "manifest.json").write_text(json.dumps({"status": "complete", "seconds": 9, "facts": facts}))
     (folder / "config.yaml").write_text(run_config.dump())
     known = rates.measured_or(run_config, rates.profile("cpu_2cores"))
-    assert (known.generate.typical, known.tokens_per_row.typical) == (123.0, 77.0)
-    text = plan.show(run_config)
+    assert (known.generate.typical, known.answer_tokens.typical) == (123.0, 77.0)
+    text = plan.show(run_config, None, None, None)
     assert "123 tok/s (98 to 154), measured in run earlier" in text
     assert "profile 2 CPU cores" in text, "what nobody measured is the profile's, and says so"
 
@@ -94,12 +95,13 @@ def test_a_probe_measures_what_nobody_has_measured_and_keeps_only_its_manifests(
             (self.config.run.name, self.config.train.epochs, [step.number for step in self.steps], self.limit)
         )
         facts = {"generation": {"output_tokens_per_second": 50.0}, "rows": {"all": {"mean_tokens": 90.0}}}
-        facts |= {"tokens_per_second": 400.0, "tokens_seen": 9000}
+        facts |= {"tokens_per_second": 400.0, "tokens": 1300}
         for step in self.steps:
             folder = self.config.stage_dir(step.stage)
             (folder / "ab").mkdir(parents=True)
             (folder / "ab/row.safetensors").write_text("large")
-            (folder / "manifest.json").write_text(json.dumps({"status": "complete", "seconds": 9, "facts": facts}))
+            manifest = {"status": "complete", "seconds": 9, "out": 10, "facts": facts}
+            (folder / "manifest.json").write_text(json.dumps(manifest))
             (folder / "config.yaml").write_text(self.config.dump())
         return 0
 
@@ -111,8 +113,9 @@ def test_a_probe_measures_what_nobody_has_measured_and_keeps_only_its_manifests(
         assert pipeline.main([*call, "--probe"]) == 0
     assert asked == [("smollm2_cpu-probe", 1, ["01b", "02", "04"], 64)]
     text = capsys.readouterr().out
-    assert "generate: 50 tok/s" in text and "train: 1,000 tok/s" in text and "profile" not in text
-    assert text.count("measured in run smollm2_cpu-probe") == 8
+    assert "generate: 50 tok/s" in text and "train: 400 tok/s" in text and "profile" not in text
+    assert "an answer: 90 tokens" in text and "a row: 130 tokens" in text
+    assert text.count("measured in run smollm2_cpu-probe") == 10
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"manifest.json", "config.yaml", ".lock"}
 
@@ -144,11 +147,12 @@ def test_a_probe_never_takes_the_machine_from_its_own_run(tmp_path, model):
 def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monkeypatch):
     monkeypatch.setattr(plan.artifacts, "free_bytes", lambda _: 3e12)
     now = datetime(2026, 11, 29, 19, 0)
-    text = plan.page(kimi, rates.profile(BOX), plan.parse_deadline("09:30", now), now)
+    text = plan.page(kimi, rates.profile(BOX), now, done_by=plan.next_time("09:30", now))
+    # 2.14 TiB less the 40 conversations that are held out
     for count in ("5,000", "10,000", "25,000", "50,000"):
         assert f"\n{count} " in text
-    assert "10,000 rows on 8x RTX PRO 6000" in text and "done Mon 08:" in text
-    assert "2.14 TiB" in text and "lacks" in text and "h late" in text
+    assert "10,000 rows on 8x RTX PRO 6000" in text and "done Mon 09:" in text
+    assert "2.13 TiB" in text and "lacks" in text and "h late" in text
     assert "proposal: 10,000 rows, max_seq_len 8192, bf16" in text
     assert "8x B300" in text and "USD" in text
 
@@ -168,10 +172,63 @@ def test_a_small_disk_asks_for_fp8_and_a_smaller_one_for_fewer_rows(kimi, monkey
 
 def test_a_deadline_is_the_next_such_hour(kimi):
     evening = datetime(2026, 11, 29, 19, 0)
-    assert plan.parse_deadline("07:00", evening) == datetime(2026, 11, 30, 7, 0)
-    assert plan.parse_deadline("23:00", evening) == datetime(2026, 11, 29, 23, 0)
+    assert plan.next_time("07:00", evening) == datetime(2026, 11, 30, 7, 0)
+    assert plan.next_time("23:00", evening) == datetime(2026, 11, 29, 23, 0)
     with pytest.raises(ConfigError, match="HH:MM"):
-        plan.parse_deadline("7 am", evening)
+        plan.next_time("7 am", evening)
+
+
+def test_a_deadline_is_what_it_is_in_the_run_the_end_of_01b(kimi):
+    now = datetime(2026, 11, 29, 19, 0)
+    text = plan.page(kimi, rates.profile(BOX), now, deadline=plan.next_time("01:00", now))
+    rows = round((6 * HOUR - 2 * 22 * 60) * 2100 / 4096)
+    assert f"{rows:,} rows on 8x RTX PRO 6000 (PCIe), of 10,000 those answered by 01:00" in text
+
+
+def test_the_default_run_is_what_was_measured(tmp_path, model):
+    """93 rows of 172 tokens, 72 MiB of states, 76 s of training, 165 s of generation."""
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
+    platform = rates.profile("cpu_2cores")
+    generate, extract, train, *_ = plan.estimate(
+        run, rates.measured_or(run, platform), plan.sizes(run, platform), plan.rows_asked(run)
+    )
+    assert extract.tokens == pytest.approx(15_987, rel=0.1)
+    assert extract.bytes / plan.GIB == pytest.approx(0.069, rel=0.1)
+    assert train.seconds.typical == pytest.approx(76.5, rel=0.1)
+    assert generate.seconds.typical == pytest.approx(165, rel=0.1)
+
+
+def test_answers_that_are_cut_are_as_long_as_measured():
+    answer = rates.profile("cpu_2cores").answer_tokens.typical
+    assert rates.mean_when_cut(answer, 160) == pytest.approx(122.7, rel=0.05)
+    assert rates.mean_when_cut(answer, 512) == pytest.approx(221.3, rel=0.1)  # other prompts
+    assert rates.mean_when_cut(rates.profile(BOX).answer_tokens.typical, 8192) == pytest.approx(4096, rel=0.01)
+
+
+def test_the_first_night_of_a_warm_start_begins_with_its_trial(kimi, tmp_path):
+    """X02: two server starts of 22 minutes, the second being that of 01b."""
+    now = datetime(2026, 11, 29, 19, 0)
+    text = plan.page(kimi, rates.profile(BOX), now)
+    assert "begins with the warm start as it is, 45.0 min" in text
+    assert plan.to_record(kimi)[plan.TRIAL]["seconds"]["typical"] == 22 * 60 + 60
+    without = config.load(config.ROOT / "configs/kimi_k25.yaml", [f"run.dir={tmp_path}", "acceptance.smoke=false"])
+    assert "warm start" not in plan.page(without, rates.profile(BOX), now)
+
+
+def test_no_figure_that_the_config_takes_is_too_much_for_the_plan(kimi):
+    """Years are said as years; what is beyond a slip of the hand, the config refuses."""
+    most = [f"{key}={config.MOST}" for key in ("train.epochs", "generate.max_tokens", "prompts.0.count")]
+    endless = config.load(config.ROOT / "configs/kimi_k25.yaml", most)
+    assert " years, at the latest in " in plan.page(endless, rates.profile(BOX), datetime(2026, 11, 29))
+    now = datetime(2026, 11, 29, 19, 0)
+    assert plan.clock(now, 12 * HOUR) == "Mon 07:00" and plan.clock(now, 240 * HOUR) == "2026-12-09"
+
+
+@pytest.mark.parametrize("key", ["train.epochs", "prompts.0.count", "run.seed", "servers.generate.start_minutes"])
+def test_an_absurd_figure_is_refused_in_one_line(key):
+    with pytest.raises(ConfigError, match=f"{key}: Input should be less than or equal to") as error:
+        config.load(CPU_CONFIG, [f"{key}={10**20}"])
+    assert "\n" not in str(error.value)
 
 
 def test_every_profile_reads_and_an_unknown_one_names_the_others():

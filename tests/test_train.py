@@ -79,6 +79,7 @@ def test_a_run_learns_and_says_so(undisturbed):
     assert facts["best"] == checkpoint.best_step(folder(path)).name
     assert facts["last_step"] == facts["steps"] == steps
     assert facts["rows_train"] + facts["rows_validation"] == 24
+    assert facts["tokens_per_second"] > 0
     assert 0 < facts["out_of_vocabulary_share"] < 1 and 0 < facts["supervised_share"] < 1
     assert len(checkpoint.complete_steps(folder(path))) <= 3
 
