@@ -19,6 +19,8 @@ from drafter.optimizer import Optimizer, learning_rate
 from drafter.stage import Progress, Stage, say
 from drafter.verifier import Verifier, read_last_layer, read_verifier
 
+BEFORE = ("layer_losses", "expected_acceptance_before")  # facts measured once, before step 1; checkpoints carry them
+
 
 @dataclass(slots=True)
 class Position:
@@ -126,6 +128,7 @@ class Training:
                 f"{self.stage.folder} to train anew"
             )
         self.position = Position(**{key: state[key] for key in asdict(self.position)})
+        self.stage.facts |= {key: state[key] for key in BEFORE if key in state}
         if self.position.step > (asked := len(self.dataset.plan.steps)):
             raise ConfigError(
                 f"{self.position.step} steps are trained and {asked} are asked for: raise train.epochs or "
@@ -295,6 +298,7 @@ class Training:
         weights = parallel.gathered(draft.native_weights(self.model, self.keeps_embedding), self.ranks)
         moments = parallel.gathered(self.optimizer.moments(), self.ranks)
         state = asdict(self.position) | self._identity() | {"ranks": self.ranks.world, "parallel": self.kind}
+        state |= {key: self.stage.facts[key] for key in BEFORE if key in self.stage.facts}
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
         def write() -> None:

@@ -127,10 +127,39 @@ def test_stopping_and_resuming_changes_nothing(undisturbed, target, warm_start, 
     assert code == 143 and "signal 15" in summary["error"]
     assert checkpoint.step_number(last(path)) == stop
     monkeypatch.undo()
-    code, _ = captured.train(path)
+    code, resumed = captured.train(path)
     assert code == 0
-    state = everything(path)
-    assert_same(state, undisturbed[2])
+    assert_same(everything(path), undisturbed[2])
+    assert resumed["facts"] == undisturbed[1]["facts"]
+
+
+def test_what_is_measured_before_the_first_step_is_never_lost(undisturbed, target, warm_start, tmp_path, monkeypatch):
+    """A kill before the first checkpoint has it measured again, later ones find it there."""
+    path = captured.write_run(tmp_path, target, warm_start=warm_start)
+    original, measured = loop.Training._step, []
+
+    def killed(at):
+        def step(self, planned):
+            if planned.number == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, planned)
+
+        def work():
+            monkeypatch.setattr(loop.Training, "_step", step)
+            captured.train(path)
+
+        return captured.wait(captured.forked(work))
+
+    def losses(*_):
+        measured.append(1)
+        return {"2, 4, 5": 1.5, "3, 5, 6": 2.5}
+
+    monkeypatch.setattr(loop.layers, "check", losses)
+    assert [killed(1), killed(6)] == [-signal.SIGKILL] * 2
+    code, summary = captured.train(path)
+    assert code == 0 and not measured, "measured by the run that was killed"
+    assert summary["facts"]["layer_losses"] == losses()
+    assert summary["facts"]["expected_acceptance_before"] == undisturbed[1]["facts"]["expected_acceptance_before"]
 
 
 def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tmp_path, monkeypatch):
