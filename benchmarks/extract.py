@@ -225,8 +225,13 @@ def write_dataset(folder: Path, rows: list[list[int]]) -> Path:
     return folder
 
 
-def post_all(run_config: config.Config, role: config.Role, rows, concurrency: int, together: int = 1) -> float:
-    """Seconds for all rows as prompts, `together` tokens a request, nothing done with the replies."""
+def post_all(
+    run_config: config.Config, role: config.Role, rows, concurrency: int, together=1, limit: float | None = None
+) -> float:
+    """Seconds for all rows as prompts, `together` tokens a request, nothing done with the replies.
+
+    Raises TimeoutError after `limit` seconds.
+    """
     settings, name = getattr(run_config.servers, role), run_config.target.served_name
     prompts: list[list[list[int]]] = [[]]
     for ids in rows:
@@ -235,7 +240,7 @@ def post_all(run_config: config.Config, role: config.Role, rows, concurrency: in
         prompts[-1].append(ids)
 
     async def main() -> float:
-        async with Client(settings, concurrency=concurrency, outage_minutes=1) as client:
+        async with asyncio.timeout(limit), Client(settings, concurrency=concurrency, outage_minutes=1) as client:
             started = time.monotonic()
             bodies = ({"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0} for ids in prompts)
             await asyncio.gather(*(client.post("/v1/completions", body, 600) for body in bodies))
