@@ -39,6 +39,8 @@ def body(run: stage.Stage) -> dict:
         return extract.dry_run(run, items, todo, plan)
 
     with worklist.locked(folder, share):
+        if run.args.probe:
+            return extract.probe_only(run, items, share)
         run.begin(extract.QUESTION)
         if run.args.verify:
             return extract.verify(run, items, rejected, share)
@@ -53,8 +55,6 @@ def body(run: stage.Stage) -> dict:
         server.check(config, "extract")
         progress = stage.Progress(len(todo), "rows")
         extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
-        if run.args.probe:
-            return extract.probe_only(run, extraction)
         try:
             client.run(extraction.run())
         finally:

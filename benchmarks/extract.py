@@ -483,7 +483,7 @@ def write(args: argparse.Namespace) -> None:
         metric(f"connector_durable_round{number}_MB_per_s", size / durable / 1e6)
         metric(f"connector_round{number}_longest_step_ms", longest * 1e3)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        metric(f"connector_round{number}_memory_growth_GB", grown * 1024 / 1e9)
+        metric(f"connector_round{number}_memory_growth_GiB", grown * 1024 / artifacts.GIB)
         rig.worker.shutdown()
     shutil.rmtree(folder)
 

@@ -16,6 +16,7 @@ from typing import Any
 from drafter.errors import ConfigError, ContractError
 
 LOCK_SECONDS = 2.0  # a child that a killed process was just starting holds its lock until it runs its own program
+GIB, TIB = 2**30, 2**40
 PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
 
 
@@ -233,6 +234,13 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them."""
+    if count >= 0.1 * TIB:
+        return f"{count / TIB:.2f} TiB"
+    return f"{count / GIB:.2f} GiB"
 
 
 if __name__ == "__main__":

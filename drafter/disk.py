@@ -113,7 +113,7 @@ def clean(held: list[Held], freed_log: Path, also: tuple[str, ...] = ()) -> int:
         with artifacts.Journal(freed_log) as journal:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             journal.append({"freed": str(each.folder), "bytes": each.bytes, "at": now})
-        log.info("freed %s, %.2f GiB", each.folder, each.bytes / 2**30)
+        log.info("freed %s, %s", each.folder, artifacts.size(each.bytes))
     return freed
 
 
@@ -123,7 +123,7 @@ def table(held: list[Held]) -> str:
         (
             each.run.name,
             each.stage,
-            f"{each.bytes / 2**30:.3f}",
+            f"{each.bytes / artifacts.GIB:.3f}",
             each.status,
             "free" if each.proposed else "keep",
             each.why,
@@ -132,7 +132,7 @@ def table(held: list[Held]) -> str:
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"{sum(each.bytes for each in held) / 2**30:.2f} GiB in all"])
+    return "\n".join([*lines, f"{artifacts.size(sum(each.bytes for each in held))} in all"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,7 +153,7 @@ def _command(run_config: config.Config, args: argparse.Namespace) -> None:
     print(table(held))
     if args.verb == "clean" and args.yes:
         freed = clean(held, run_config.run.dir / "freed.jsonl", tuple(args.folders))
-        print(f"{freed / 2**30:.2f} GiB freed")
+        print(f"{artifacts.size(freed)} freed")
     elif args.verb == "clean":
         proposed = sum(each.bytes for each in held if each.proposed)
-        print(f"{proposed / 2**30:.2f} GiB would be freed with --yes")
+        print(f"{artifacts.size(proposed)} would be freed with --yes")

@@ -7,12 +7,12 @@ of all journals with the rows, rebuilt at every end.
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-from drafter import artifacts, contracts, worklist
+from drafter import artifacts, contracts, server, worklist
 from drafter.client import run as run_client
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError
 from drafter.extraction import Extraction
-from drafter.stage import Stage, say
+from drafter.stage import Progress, Stage, say
 from drafter.worklist import Item, Rejected, Share
 
 QUESTION = ("target.model", "target.layer_ids", "extract.dtype")
@@ -63,12 +63,18 @@ def verify(run: Stage, items: list[Item], rejected: list[Rejected], share: Share
     return finish(run, items, share)
 
 
-def probe_only(run: Stage, extraction: Extraction) -> dict:
-    """The probe of the server as it runs now; nothing is published."""
+def probe_only(run: Stage, items: list[Item], share: Share) -> dict:
+    """The probe of the server as it runs now, on the share's first rows; what the stage holds stays as it is."""
+    run.refuse_another_question()
+    server.check(run.config, "extract")
+    rows = [item for item in items if item.row_id in share][: run.config.extract.probe_rows]
+    if not rows:
+        raise ConfigError("there is no row to probe the server with")
+    extraction = Extraction(run.config, run.folder, rows, share, Progress(len(rows), "rows"))
     try:
         run_client(extraction.probe_once())
     finally:
-        worklist.sweep(run.folder, Share())
+        worklist.sweep(run.folder, share)
     return {"stage": run.name, "probe": extraction.probes[0]}
 
 

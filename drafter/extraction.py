@@ -89,9 +89,9 @@ class Extraction:
             raise self._stop
 
     async def probe_once(self) -> None:
-        """The probe alone, on the first rows. Raises ContractError when their states are wrong."""
+        """The probe alone, on all rows. Raises ContractError when their states are wrong."""
         async with Capture(self.config, self.folder, concurrency=8, outage_minutes=1) as self._capture:
-            result, _parts = await self.probe_rows(self.todo[: self.config.extract.probe_rows])
+            result, _parts = await self.probe_rows(self.todo)
             if not result.passed:
                 raise ContractError(f"the server's hidden states are wrong: {result}")
 
@@ -287,8 +287,8 @@ class Extraction:
             free, reserve = artifacts.free_bytes(self.folder), self.config.extract.reserve_gb * 1e9
             if free < reserve and self._stop is None:
                 self._stop = ResumableError(
-                    f"{free / 1e9:.1f} GB free below {self.folder}, extract.reserve_gb keeps {reserve / 1e9:.1f}; "
-                    "free some and run the same again"
+                    f"{artifacts.size(free)} free below {self.folder}, extract.reserve_gb keeps "
+                    f"{artifacts.size(reserve)}; free some and run the same again"
                 )
 
     def _commit(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from drafter import checkpoint, data, draft, layers, native, parallel, scratch
+from drafter import artifacts, checkpoint, data, draft, layers, native, parallel, scratch
 from drafter.config import Config
 from drafter.dataset import Dataset
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
@@ -172,7 +172,7 @@ class Training:
             "supervised_share": round(anchors / tokens, 4),
             "out_of_vocabulary_share": round(outside, 4),
             "trainable_parameters": sum(p.numel() for p in self.optimizer.parameters.values()),
-            "state_gb": round((16 * numbers + frozen) / 1e9, 2),
+            "state_gib": round((16 * numbers + frozen) / artifacts.GIB, 2),
             "ranks": self.ranks.world,
             "parallel": self.kind,
         }
@@ -183,8 +183,8 @@ class Training:
                 len(rows), facts["rows_validation"], tokens, 100 * anchors / tokens, 100 * outside,
             )  # fmt: skip
             say(
-                "%.1fM parameters train on %d ranks; weights, gradients and moments take %.1f GB a rank",
-                facts["trainable_parameters"] / 1e6, self.ranks.world, facts["state_gb"],
+                "%.1fM parameters train on %d ranks; weights, gradients and moments take %.1f GiB a rank",
+                facts["trainable_parameters"] / 1e6, self.ranks.world, facts["state_gib"],
             )  # fmt: skip
 
     def _listen(self) -> None:
@@ -240,7 +240,7 @@ class Training:
             "data_share": round((self.loader.waited - waited) / seconds, 4),
         }
         if self.ranks.device.type == "cuda":
-            figures["memory_gb"] = round(torch.cuda.max_memory_allocated(self.ranks.device) / 1e9, 2)
+            figures["memory_gib"] = round(torch.cuda.max_memory_allocated(self.ranks.device) / artifacts.GIB, 2)
         if self.metrics:
             self.metrics.write("train", step.number, figures)
         return figures | {"stop": signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from drafter import artifacts, config, stage
+from drafter.artifacts import size
 from drafter.errors import ConfigError
 from drafter.rates import (
     Profile,
@@ -26,7 +27,6 @@ from drafter.rates import (
 )
 
 TRIAL = "warm start's trial"
-GIB, TIB = 2**30, 2**40
 COUNTS = (5_000, 10_000, 25_000, 50_000)
 ROW_BYTES_PER_TOKEN = 11  # a 01b row: ids as JSON and the text once
 STATE_BYTES_PER_PARAMETER = 12  # fp32 master and two moments, of each kept checkpoint
@@ -156,12 +156,6 @@ def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds
 
 
 # Words
-
-
-def size(count: float) -> str:
-    if count >= 0.1 * TIB:
-        return f"{count / TIB:.2f} TiB"
-    return f"{count / GIB:.2f} GiB"
 
 
 def duration(seconds: Range) -> str:

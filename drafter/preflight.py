@@ -14,6 +14,7 @@ from typing import get_args
 from urllib.parse import urlsplit
 
 from drafter import artifacts, config, gpu, native, plan, process, rates, server, verifier
+from drafter.artifacts import size
 from drafter.errors import ConfigError, StageError
 
 ENGINE = "engine.json"  # what the installed vLLM said about this target
@@ -206,7 +207,7 @@ def space(run_config: config.Config) -> Iterator[str]:
     free, needed = plan.disk_left(run_config), plan.disk(parts)
     if needed > free:
         yield (
-            f"{asked:,} rows need about {plan.size(needed)} and {plan.size(free)} are free beside the reserve; "
+            f"{asked:,} rows need about {size(needed)} and {size(free)} are free beside the reserve; "
             f"possible is {plan.proposal(run_config, known, platform, None)}"
         )
 

@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from drafter import artifacts, charts, config, disk, html, plan, stage
+from drafter import artifacts, charts, config, disk, html, stage
 from drafter.caveats import caveats, length
 from drafter.errors import StageError
 
@@ -280,9 +280,9 @@ def space(found: Found) -> str:
         if folder.exists():
             planned = found.plan.get(name, {}).get("bytes")
             body.append([name, _gib(planned), _gib(disk.usage(folder))])
-    free = artifacts.free_bytes(found.config.run_dir)
+    free = artifacts.size(artifacts.free_bytes(found.config.run_dir))
     return html.section(
-        "Disk", html.table(["stage", "planned GiB", "GiB"], body) + f'<p class="soft">{plan.size(free)} free.</p>'
+        "Disk", html.table(["stage", "planned GiB", "GiB"], body) + f'<p class="soft">{free} free.</p>'
     )
 
 
@@ -310,7 +310,7 @@ def _signed(value: float | None) -> str:
 
 
 def _gib(count: float | None) -> float | None:
-    return None if count is None else round(count / plan.GIB, 3)
+    return None if count is None else round(count / artifacts.GIB, 3)
 
 
 def _records(path: Path, limit: int | None = None) -> list[dict]:

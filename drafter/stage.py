@@ -72,15 +72,19 @@ class Stage:
         `keys` name the settings that change the meaning of a row. Raises ConfigError when the folder was
         made for another question, or is taken from another run.
         """
+        self.refuse_another_question()
+        self._question = self.question(keys)  # only now: a refusal must not write over the old manifest
+        self.folder.mkdir(parents=True, exist_ok=True)
+        artifacts.write_text(self.folder / "config.yaml", self.config.dump())
+        self._write_manifest("running")
+
+    def refuse_another_question(self) -> None:
+        """Raises ConfigError when the folder was made for another question, or is taken from another run."""
         if self.name in self.config.run.take:
             raise ConfigError(f"run.take: {self.folder} belongs to another run, which this one only reads")
         manifest = read_manifest(self.folder)
         if manifest is not None:
             self._refuse_changes(manifest, self.name)
-        self._question = self.question(keys)  # only now: a refusal must not write over the old manifest
-        self.folder.mkdir(parents=True, exist_ok=True)
-        artifacts.write_text(self.folder / "config.yaml", self.config.dump())
-        self._write_manifest("running")
 
     def _refuse_changes(self, manifest: dict, owner: str) -> None:
         if not isinstance(manifest.get("question"), dict):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from drafter import artifacts, config, gpu, plan, process, report
+from drafter import artifacts, config, gpu, process, report
 
 TAIL = 3  # lines of the current stage's log
 
@@ -35,7 +35,7 @@ def lines(run_config: config.Config) -> Iterator[str]:
     if state.get("stage"):
         for line in _tail(run_config.run_dir / "logs" / f"{state['stage']}.log"):
             yield f"  | {line}"
-    yield f"  disk: {plan.size(artifacts.free_bytes(run_config.run_dir))} free"
+    yield f"  disk: {artifacts.size(artifacts.free_bytes(run_config.run_dir))} free"
     for index, used in gpu.memory_used().items():
         yield f"  GPU {index}: {used / 1024:.1f} GiB in use"
 

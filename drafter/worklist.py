@@ -245,10 +245,10 @@ def plan(config: Config, todo: list[Item], folder: Path) -> dict:
         ways.append(f"target.max_seq_len {length}")
     if dtype == "bf16" and sum(bytes_of(config, item, item.tokens, "fp8") for item in todo) <= room:
         ways.append("extract.dtype fp8 in another run.name")
-    gigabytes = {key: f"{found[key] / 1e9:.3f} GB" for key in ("bytes", "free", "reserve")}
+    words = {key: artifacts.size(found[key]) for key in ("bytes", "free", "reserve")}
     found["advice"] = (
-        f"{len(todo)} rows of {found['tokens']} tokens take {gigabytes['bytes']}; {folder} has {gigabytes['free']} "
-        f"free and extract.reserve_gb keeps {gigabytes['reserve']}. What fits: {'; '.join(ways)}"
+        f"{len(todo)} rows of {found['tokens']} tokens take {words['bytes']}; {folder} has {words['free']} "
+        f"free and extract.reserve_gb keeps {words['reserve']}. What fits: {'; '.join(ways)}"
     )
     return found
 

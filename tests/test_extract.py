@@ -202,10 +202,27 @@ def test_states_that_go_wrong_later_are_caught_at_the_shard_s_end_and_withdrawn(
     run.assert_exactly_the_rows()
 
 
-def test_the_probe_alone_publishes_nothing(run, engine, capsys):
-    code, summary = run.extract(capsys, engine.port, "--probe")
-    assert code == 0 and summary["probe"]["passed"] and summary["probe"]["rows"] == 4
-    assert run.files() == {}
+def test_the_probe_alone_changes_nothing_that_the_stage_holds(run, engine, capsys):
+    def probe():
+        code, summary = run.extract(capsys, engine.port, "--probe")
+        assert code == 0 and summary["probe"]["passed"] and summary["probe"]["rows"] == 4
+
+    def held():
+        names = ("manifest.json", "index.jsonl", "rejected.jsonl", "config.yaml")
+        return run.files(), [(run.folder / name).read_bytes() for name in names]
+
+    probe()
+    assert run.files() == {} and not (run.folder / "manifest.json").exists()
+    for limit in (["--limit", "5"], []):  # a part of the rows, then all of them
+        assert run.extract(capsys, engine.port, *limit)[0] == 0
+        before = held()
+        probe()
+        assert held() == before
+        engine.sick = True
+        assert run.extract(capsys, engine.port, "--probe")[0] != 0 and held() == before
+        engine.sick = False
+    code, summary = run.extract(capsys, engine.port, "--probe", "--set", "extract.dtype=fp8")
+    assert code == 2 and "extract.dtype" in summary["error"] and held() == before
 
 
 def test_the_layers_above_are_kept_for_the_probe_rows_when_asked(tmp_path, tiny, capsys):
@@ -530,7 +547,7 @@ def test_the_plan_is_exact_and_says_what_would_fit(run, engine, capsys, monkeypa
     monkeypatch.setattr(artifacts, "free_bytes", lambda _folder: room + 10**9)
     code, summary = run.extract(capsys, engine.port, "--set", "extract.reserve_gb=1")
     assert code == 2 and run.files() == {}
-    for part in (f"{planned['bytes'] / 1e9:.3f} GB", "--limit", "target.max_seq_len", "extract.reserve_gb"):
+    for part in (f"take {artifacts.size(planned['bytes'])}", "--limit", "target.max_seq_len", "extract.reserve_gb"):
         assert part in summary["error"]
     items, _ = worklist.read_items(run.config)
     advised = int(summary["error"].partition("target.max_seq_len ")[2].split(";")[0])

@@ -40,7 +40,7 @@ def test_ten_thousand_rows_on_the_box_are_what_the_team_measured(kimi):
 
 @pytest.mark.parametrize(("rows", "tib"), [(10_000, 2.14), (50_000, 10.7), (100_000, 21.4)])
 def test_states_take_the_known_space(kimi, rows, tib):
-    assert stages(kimi, BOX, rows)[1].bytes / plan.TIB == pytest.approx(tib, rel=0.01)
+    assert stages(kimi, BOX, rows)[1].bytes / artifacts.TIB == pytest.approx(tib, rel=0.01)
 
 
 def test_a_row_of_16384_tokens_is_just_under_a_gigabyte(kimi):
@@ -193,7 +193,7 @@ def test_the_default_run_is_what_was_measured(tmp_path, model):
         run, rates.measured_or(run, platform), plan.sizes(run, platform), plan.rows_asked(run)
     )
     assert extract.tokens == pytest.approx(15_987, rel=0.1)
-    assert extract.bytes / plan.GIB == pytest.approx(0.069, rel=0.1)
+    assert extract.bytes / artifacts.GIB == pytest.approx(0.069, rel=0.1)
     assert train.seconds.typical == pytest.approx(76.5, rel=0.1)
     assert generate.seconds.typical == pytest.approx(165, rel=0.1)
 
