@@ -17,6 +17,7 @@ from drafter.errors import ConfigError, ContractError
 
 LOCK_SECONDS = 2.0  # a child that a killed process was just starting holds its lock until it runs its own program
 GIB, TIB = 2**30, 2**40
+CLAIMS = Path("/tmp")  # one for all users, whatever their TMPDIR
 PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
 
 
@@ -211,16 +212,45 @@ def locked(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+") as file:
-        patience = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > patience:
-                    raise ConfigError(f"another process is working in {folder}; wait for it or stop it") from None
-                time.sleep(0.05)
+        if not _flock(file.fileno()):
+            raise ConfigError(f"another process is working in {folder}; wait for it or stop it")
         yield
+
+
+@contextlib.contextmanager
+def claimed(name: str, owner: str) -> Iterator[None]:
+    """Hold a name of this machine, against every user's processes, as `locked` holds a folder.
+
+    Raises ConfigError naming the owner that holds it.
+    """
+    path = CLAIMS / f"drafter-{name}.lock"
+    # Without O_CREAT first: the kernel may refuse that for a file of another user in a folder like /tmp.
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        os.fchmod(file, 0o666)  # whatever the umask, the next user is to be able to claim it
+    try:
+        if not _flock(file):
+            raise ConfigError(f"{name} is in use by {os.pread(file, 4096, 0).decode()}; wait for it or stop it")
+        os.truncate(file, 0)
+        os.pwrite(file, owner.encode(), 0)
+        yield
+    finally:
+        os.close(file)
+
+
+def _flock(file: int) -> bool:
+    """Whether the lock came within LOCK_SECONDS."""
+    patience = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > patience:
+                return False
+            time.sleep(0.05)
 
 
 def home(folder: Path) -> str:

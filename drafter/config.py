@@ -2,9 +2,10 @@
 
 import difflib
 import json
+import shlex
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 import yaml
@@ -279,6 +280,11 @@ class Acceptance(Section):
     smoke: bool = True  # the pipeline serves an untrained warm start before the night, once for drafter and engine
 
 
+class Origin(NamedTuple):
+    path: str = ""
+    overrides: tuple[str, ...] = ()
+
+
 class Config(Section):
     run: Run
     target: Target
@@ -291,9 +297,21 @@ class Config(Section):
     acceptance: Acceptance = Acceptance()
 
     @cached_property
+    def origin(self) -> Origin:
+        """How the config was loaded, which is no part of its value."""
+        return Origin()
+
+    @property
     def arguments(self) -> tuple[str, ...]:
-        """The command-line arguments that load this config again; how it was loaded is no part of its value."""
-        return ()
+        """The arguments with which a command loads this config again; none where it was not loaded."""
+        path, overrides = self.origin
+        return ("--config", path, *_set(overrides)) if path else ()
+
+    def pipeline(self, *flags: str) -> str:
+        """The command line of the pipeline for this config, as a person types it."""
+        path, overrides = self.origin
+        path = path or str(self.run_dir / "01b_synthetic/config.yaml")
+        return shlex.join(["./run_pipeline.sh", path, *flags, *_set(overrides)])
 
     @property
     def run_dir(self) -> Path:
@@ -331,6 +349,10 @@ class Config(Section):
         self.target.check_special_tokens()
 
 
+def _set(overrides: tuple[str, ...]) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
+
+
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read a config file and apply `section.key=value` overrides (values are YAML, `@FILE` takes them from a file).
 
@@ -350,11 +372,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         _apply(tree, override)
     try:
         loaded = _rooted(Config.model_validate(tree))
-        loaded.__dict__["arguments"] = (
-            "--config",
-            str(path),
-            *(part for item in overrides for part in ("--set", item)),
-        )
+        loaded.__dict__["origin"] = Origin(str(path), tuple(overrides))
         return loaded
     except ValidationError as error:
         problems = error.errors()

@@ -37,6 +37,12 @@ class RowError(Exception):
         self.detail = detail
 
 
+def what_next(exit_code: int | None) -> str:
+    """What a person does about a stage that ended with this code."""
+    same = "the same command continues there"
+    return f"once that is put right, {same}" if exit_code in (1, 2) else same
+
+
 class Interrupted(BaseException):
     """A signal asked the stage to stop. State is saved on the way out; exit code is 128 + signal."""
 

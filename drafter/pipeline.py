@@ -4,6 +4,7 @@
 command continues after any failure and does nothing after the end.
 """
 
+import argparse
 import contextlib
 import json
 import logging
@@ -12,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from drafter import (
     artifacts,
     config,
     default_model,
+    errors,
     gpu,
     interrupts,
     plan,
@@ -71,18 +72,18 @@ class Pipeline:
 
     def run(self) -> int:
         """The recipe. Returns the exit code of the first stage that failed."""
-        with artifacts.locked(self.config.run_dir), self._machine_given_back():
+        first = None if state_path(self.config).exists() else self._checked()  # what cannot begin leaves nothing
+        with self._units_claimed(), artifacts.locked(self.config.run_dir), self._machine_given_back():
             worked = False
             for step in self.steps:
                 interrupts.check()
-                if not self.pending(step):
+                if step is not first and not self.pending(step):
                     log.info("%s: nothing to do", step.stage)
                     self._note(step, status="complete")
                     continue
                 if not worked:
-                    from drafter import preflight  # needs torch, which a finished run does without
-
-                    preflight.check(self.config, self._unfinished())
+                    if not first:
+                        self._preflight()
                     if code := self._smoke():
                         return code
                 worked = True
@@ -93,6 +94,18 @@ class Pipeline:
             self._finish("complete")
             log.info("report: %s", self.config.run_dir / "report.html")
             return 0
+
+    def _checked(self) -> Step | None:
+        """The first step with something to do, once everything that is knowable of it and the later ones is right."""
+        first = next((step for step in self.steps if self.pending(step)), None)
+        if first:
+            self._preflight()
+        return first
+
+    def _preflight(self) -> None:
+        from drafter import preflight  # needs torch, which a finished run does without
+
+        preflight.check(self.config, self._unfinished())
 
     def _unfinished(self) -> list[config.StageName]:
         """Stages that are not complete yet, as their manifests say."""
@@ -111,12 +124,17 @@ class Pipeline:
         return 0 if taken else self.plan(step)["pending"]
 
     def plan(self, step: Step, *verbs: str) -> dict:
-        done = process.run([*self._command(step), *verbs, "--dry-run"])
-        if done.returncode:
-            message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-            error = ConfigError if done.returncode == 2 else StageError
-            raise error(f"{step.script} --dry-run: {message[0].removeprefix(f'{step.stage}: ')}")
-        return json.loads(done.stdout.splitlines()[-1])
+        return self.plans((step,), *verbs)[0]
+
+    def plans(self, steps: tuple[Step, ...], *verbs: str) -> list[dict]:
+        """What the steps say of themselves, offline; asked side by side, since most of each is imports."""
+        answers = process.run_all([[*self._command(step), *verbs, "--dry-run"] for step in steps])
+        for step, done in zip(steps, answers, strict=True):
+            if done.returncode:
+                message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+                error = ConfigError if done.returncode == 2 else StageError
+                raise error(f"{step.script} --dry-run: {message[0].removeprefix(f'{step.stage}: ')}")
+        return [json.loads(done.stdout.splitlines()[-1]) for done in answers]
 
     def _smoke(self) -> int:
         """Before a night that is to train and measure: the untrained warm start is served and must be accepted from.
@@ -152,7 +170,7 @@ class Pipeline:
         self._report()
         if code:
             self._event("failure", step)
-            log.info("%s failed with exit code %d; the same command continues there", step.stage, code)
+            log.info("%s failed with exit code %d; %s", step.stage, code, errors.what_next(code))
             self._finish("failed", summary.get("error"))
         else:
             self._event("stage_end", step)
@@ -179,6 +197,15 @@ class Pipeline:
         return supervise.run(self.config, step.role, [*self._launch(step), *verbs], log_file)
 
     # Servers
+
+    @contextlib.contextmanager
+    def _units_claimed(self) -> Iterator[None]:
+        """The units are one run's at a time, of all users. Raises ConfigError naming the other run."""
+        roles = [getattr(self.config.servers, role) for role in get_args(config.Role)]
+        with contextlib.ExitStack() as held:
+            for unit in sorted({role.unit for role in roles if role.kind == "systemd"}):
+                held.enter_context(artifacts.claimed(unit, f"the run in {self.config.run_dir}"))
+            yield
 
     def _only(self, wanted: config.Role | None) -> None:
         """The wanted role up, every other one that holds the machine down."""
@@ -299,8 +326,8 @@ def probe(run_config: config.Config) -> None:
     What the run takes from other runs stays theirs. Raises ResumableError when a stage fails, ConfigError while the
     run itself is working: it has the machine.
     """
-    overrides = [*run_config.arguments[3::2], f"run.name={run_config.run.name}-probe", "train.epochs=1"]
-    short = config.load(run_config.arguments[1], overrides)
+    path, overrides = run_config.origin
+    short = config.load(path, [*overrides, f"run.name={run_config.run.name}-probe", "train.epochs=1"])
     rows = max(PROBE_ROWS, 2 * run_config.generate.concurrency)  # fewer would not fill the server for long
     with artifacts.locked(run_config.run_dir):
         if code := Pipeline(short, STEPS[:3], rows, None).run():
@@ -344,18 +371,41 @@ def default_config() -> Path:
 def parser() -> Parser:
     result = Parser(prog="run_pipeline.sh", description=__doc__.splitlines()[0])
     result.add_argument("config", nargs="*", metavar="[status] [CONFIG]", help="default: SmolLM2 on this machine")
-    result.add_argument("--from", dest="first", metavar="NN", help="start at this stage (01b, 02, 04, 05, 06)")
-    result.add_argument("--only", metavar="NN", help="this stage alone")
+    which = result.add_mutually_exclusive_group()
+    which.add_argument("--from", dest="first", metavar="NN", help="start at this stage (01b, 02, 04, 05, 06)")
+    which.add_argument("--only", metavar="NN", help="this stage alone")
     result.add_argument("--limit", type=positive, metavar="N", help="at most N rows a stage")
     result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating")
-    result.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")
+    instead = result.add_mutually_exclusive_group()
+    instead.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")
+    instead.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="offline: what each stage would do, what is missing; exits 0",
+    )
     result.add_argument(
         "--probe", action="store_true", help="with --plan: measure first what was never measured here"
     )
     result.add_argument("--done-by", metavar="HH:MM", help="with --plan: say what is done by then, and propose it")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    result.add_argument("--dry-run", action="store_true", help="offline: what each stage would do, what is missing")
     return result
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    """Raises ConfigError for arguments that say nothing together, so that none is ignored in silence."""
+    for time_of_day in (args.deadline, args.done_by):
+        plan.next_time(time_of_day, datetime.now())  # a wrong one is told now, not once 01b begins
+    if (args.probe or args.done_by) and not args.plan:
+        raise ConfigError("--probe and --done-by belong to a plan: write --plan before them")
+    part = {"--from": args.first, "--only": args.only, "--limit": args.limit}
+    given = [flag for flag, value in part.items() if value is not None]
+    if args.plan and given:
+        raise ConfigError(f"--plan is of the whole run: leave out {given[0]}")
+    flags = [*given, *(["--deadline"] if args.deadline else []), *(["--plan"] if args.plan else [])]
+    if "status" in args.config and (flags or args.dry_run):
+        raise ConfigError(f"status shows what is there: leave out {[*flags, '--dry-run'][0]}")
+    if args.deadline and (args.only or args.first or "01b") != "01b":
+        raise ConfigError("--deadline ends 01b, which is not to run: leave out one of the two")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -364,10 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     pipeline: Pipeline | None = None
     try:
         args = parser().parse_args(argv)
-        for time_of_day in (args.deadline, args.done_by):
-            plan.next_time(time_of_day, datetime.now())  # a wrong one is told now, not once 01b begins
-        if (args.probe or args.done_by) and not args.plan:
-            raise ConfigError("--probe and --done-by belong to a plan: write --plan before them")
+        _refuse_contradictions(args)
         words = [word for word in args.config if word != "status"]
         if len(words) > 1:
             raise ConfigError(f"one config a run, not {' and '.join(words)}")
@@ -384,8 +431,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run:
             from drafter import preflight
 
-            with ThreadPoolExecutor() as threads:  # most of each is imports
-                stages = list(threads.map(pipeline.plan, pipeline.steps))
+            stages = pipeline.plans(pipeline.steps)
             found = preflight.findings(run_config, [step.stage for step in pipeline.steps])
             for finding in found:
                 log.info("finding: %s", finding)
@@ -397,7 +443,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads has seen enough
         return 1
     except Interrupted as stop:
-        code, summary = stop.exit_code, pipeline.state if pipeline else {"status": "interrupted"}
+        code, summary = stop.exit_code, (pipeline.state if pipeline else {}) | {"status": "interrupted"}
     except (StageError, OSError) as error:
         known = error if isinstance(error, StageError) else of_the_machine(error)
         if known is None:

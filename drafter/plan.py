@@ -7,7 +7,6 @@ machine, else from a profile in `configs/profiles`, and the plan says which. Eve
 import argparse
 import dataclasses
 import json
-import shlex
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -241,7 +240,7 @@ def page(
     lines.append(f"  a row: {known.row_tokens.typical:,.0f} tokens, {known.sources['row_tokens']}")
     lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({run_config.extract.dtype})")
     if guesses(run_config):
-        again = shlex.join(["./run_pipeline.sh", *run_config.arguments[1:], "--plan", "--probe"])
+        again = run_config.pipeline("--plan", "--probe")
         lines.append(f"  to measure that first, a few minutes beside two server starts: {again}")
     lines += ["", *_fits(run_config, known, count, done_by, now), ""]
     seconds = (done_by - now).total_seconds() if done_by else None

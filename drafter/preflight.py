@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
@@ -36,16 +37,50 @@ print(json.dumps({"eagle3": answer}))
 Check = Callable[[config.Config], Iterable[str]]
 
 
-def findings(run_config: config.Config, stages: Iterable[config.StageName]) -> list[str]:
-    """What would stop one of these stages later, one line each; empty when nothing is known to be wrong."""
-    stages = set(stages)
-    found: list[str] = []
+def findings(run_config: config.Config, stages: Iterable[config.StageName]) -> dict[str, config.StageName]:
+    """What would stop one of these stages later, one line each, with the first that it would stop."""
+    stages = [name for name in config.STAGES if name in set(stages)]
+    found = missing_inputs(run_config, stages)
     for needed_by, check in CHECKS:
-        if stages & set(needed_by):
+        stopped = next((name for name in stages if name in needed_by), None)
+        if stopped:
             try:
-                found += check(run_config)
+                lines = list(check(run_config))
             except (StageError, OSError) as error:
-                found.append(str(error))
+                lines = [str(error)]
+            for line in lines:
+                found.setdefault(line, stopped)
+    return found
+
+
+def inputs(run_config: config.Config, name: config.StageName) -> list[config.StageName]:
+    """The stages whose output a stage reads."""
+    if name != "06_acceptance":
+        return [before for before, after in pairwise(config.STAGES) if after == name]
+    exported: list[config.StageName] = ["05_export"] if "run" in run_config.acceptance.drafters else []
+    return exported + ([] if run_config.acceptance.prompts else ["01b_synthetic"])
+
+
+def missing_inputs(run_config: config.Config, stages: list[config.StageName]) -> dict[str, config.StageName]:
+    """What a stage reads and neither is there nor is made by an earlier one of `stages`."""
+
+    def is_there(name: config.StageName) -> bool:
+        return (run_config.stage_dir(name) / "manifest.json").exists()
+
+    found = {}
+    for number, name in enumerate(stages):
+        for needed in inputs(run_config, name):
+            if needed in stages[:number] or is_there(needed):
+                continue
+            first = needed
+            while (before := inputs(run_config, first)) and not is_there(before[0]):
+                first = before[0]
+            found[
+                f"{name} needs {needed}, which has not run: nothing in {run_config.stage_dir(needed)}; make it with "
+                f"{run_config.pipeline('--from', first.partition('_')[0])}, or take another run's with "
+                f"run.take.{needed}=FOLDER"
+            ] = name
+            break
     return found
 
 
@@ -238,5 +273,5 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
 
 def check(run_config: config.Config, stages: Iterable[config.StageName]) -> None:
     """Raises ConfigError with every finding."""
-    if found := findings(run_config, stages):
+    if found := missing_inputs(run_config, list(stages)) or findings(run_config, stages):
         raise ConfigError("before anything is started: " + "; ".join(found))

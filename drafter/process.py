@@ -117,16 +117,28 @@ def run(line: list[str], timeout: float | None = None, **options: Any) -> subpro
 
     A Ctrl-C of the terminal does not reach it. Raises FileNotFoundError, TimeoutExpired.
     """
+    return run_all([line], timeout, **options)[0]
+
+
+def run_all(
+    lines: list[list[str]], timeout: float | None = None, **options: Any
+) -> list[subprocess.CompletedProcess[str]]:
+    """`run` for several commands side by side; what ends the call early ends all of them."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started: subprocess.Popen | None = None
+    started: list[subprocess.Popen] = []
     try:
-        with interrupts.held():
-            started = subprocess.Popen(line, start_new_session=True, **pipes, **options)
-        out, err = started.communicate(timeout=timeout)
+        for line in lines:
+            with interrupts.held():
+                started.append(subprocess.Popen(line, start_new_session=True, **pipes, **options))
+        outputs = [each.communicate(timeout=timeout) for each in started]
     except BaseException:
-        if started is not None:
-            send(members(started.pid), signal.SIGKILL)
+        for each in started:
+            send(members(each.pid), signal.SIGKILL)
+        for each in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(5)
+                each.wait(5)
         raise
-    return subprocess.CompletedProcess(line, started.returncode, out, err)
+    return [
+        subprocess.CompletedProcess(each.args, each.returncode, *output)
+        for each, output in zip(started, outputs, strict=True)
+    ]

@@ -5,7 +5,6 @@ By hand: `python -m drafter.report --config FILE`.
 """
 
 import re
-import shlex
 import sys
 from collections import Counter
 from datetime import datetime
@@ -13,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from drafter import artifacts, charts, config, disk, html, stage
+from drafter import artifacts, charts, config, disk, errors, html, stage
 from drafter.caveats import caveats, length
 from drafter.errors import StageError
 
@@ -147,8 +146,9 @@ def verdict(found: Found) -> str:
     if found.state.get("status") in ("failed", "interrupted") or error:
         at = found.state.get("stage") or (failed or {}).get("stage", "")
         reason = error or "see the log of the stage"
+        code = found.state.get("stages", {}).get(at, {}).get("exit_code")
         return html.box(
-            "bad", f"No drafter yet: stopped in {escape(at)}", escape(reason) + ". The same command continues there."
+            "bad", f"No drafter yet: stopped in {escape(at)}", f"{escape(reason)}; {errors.what_next(code)}."
         )
     return html.box("wait", "Not measured yet", f"Running: {escape(str(found.state.get('stage') or 'not begun'))}.")
 
@@ -287,9 +287,7 @@ def space(found: Found) -> str:
 
 
 def rerun(found: Found) -> str:
-    arguments = list(found.config.arguments) or ["--config", str(found.config.run_dir / "01b_synthetic/config.yaml")]
-    path, *overrides = arguments[1:]
-    lines = [shlex.join(["./run_pipeline.sh", path, "--only", NUMBERS[name], *overrides]) for name in config.STAGES]
+    lines = [found.config.pipeline("--only", NUMBERS[name]) for name in config.STAGES]
     return html.section("Run a stage again", f"<pre>{escape(chr(10).join(lines))}</pre>")
 
 

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
@@ -169,7 +170,7 @@ def missing(run_config: config.Config, role: config.Role, patience: float | None
     """
     server = _settings(run_config, role)
     if not alive(run_config, role):
-        return "not running"
+        return "not running" + _instead(run_config, server)
     try:
         _request(server, "/health", seconds=10)
         listed = {model["id"]: model for model in _request(server, "/v1/models", seconds=10)["data"]}
@@ -196,6 +197,22 @@ def missing(run_config: config.Config, role: config.Role, patience: float | None
     except (ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
         return f"{server.url} answers, but not as an OpenAI-compatible server does"
     return None
+
+
+def _instead(run_config: config.Config, server: config.Server) -> str:
+    """What answers at the address of a role that is down: another run's server, or another program."""
+    for path in run_config.run.dir.glob("*/servers/*.json"):
+        record = artifacts.read_note(path, pid=int, boot=str, home=str, command=list)
+        there = record and record["home"] == artifacts.home(path.parent) and process.lives(record)
+        if there and ("--port", str(urlsplit(server.url).port or 80)) in pairwise(record["command"]):
+            return f"; at {server.url} is the server {path.stem} of the run {path.parent.parent.name}"
+    try:
+        served = ", ".join(model["id"] for model in _request(server, "/v1/models", seconds=2)["data"])
+        return f"; at {server.url} is a server that this run did not start, of {served}"
+    except (urllib.error.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError):
+        return f"; at {server.url} is another program"
+    except (urllib.error.URLError, ConnectionError, http.client.HTTPException):
+        return ""
 
 
 def context_needed(run_config: config.Config, role: config.Role) -> int:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import config, pipeline, process, supervise
+from drafter import artifacts, config, pipeline, process, supervise
+from drafter.errors import ConfigError
 
 SCRIPTS = Path(__file__).parent / "scripts"
 STAGES = list(config.STAGES)
@@ -278,12 +279,12 @@ def test_a_signal_lets_the_stage_save_and_leaves_no_process(night, signum, code,
     assert night.state()["status"] == "interrupted" and "Traceback" not in err and "Error" not in err
 
 
-@pytest.mark.parametrize("point", ["a stage's plan", "preflight", "a server's boot", "a server's restart"])
+@pytest.mark.parametrize("point", ["a dry run", "preflight", "a server's boot", "a server's restart"])
 def test_a_signal_at_any_other_point_leaves_no_process(night, point):
     """R02"""
     stages, mark = {}, night.folder / "mark"
-    if point == "a stage's plan":
-        stages, mark = {"_01b_synthetic": "ponders"}, night.run_dir / "01b_synthetic/pondering"
+    if point == "a dry run":
+        stages, mark = {f"_{name}": "ponders" for name in STAGES}, night.run_dir / "01b_synthetic/pondering"
     elif point == "preflight":
         night.server_fakes["evaluate"], night.preflight = f"slow_engine={mark}", True
     elif point == "a server's boot":
@@ -291,12 +292,12 @@ def test_a_signal_at_any_other_point_leaves_no_process(night, point):
     else:
         night.scripted("generate", "dies=2", f"slow mark={mark}")
         stages = {"_01b_synthetic": "server"}
-    running = night.start(**stages)
+    running = night.start(*(["--dry-run"] if point == "a dry run" else []), **stages)
     wait_for(mark)
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=10)
+    out, err = running.communicate(timeout=10)
     assert running.returncode == 130 and night.leftovers() == [] and "Traceback" not in err
-    assert night.state()["status"] == "interrupted"
+    assert json.loads(out)["status"] == "interrupted"
 
 
 @pytest.mark.parametrize(
@@ -349,11 +350,6 @@ def test_a_state_file_that_says_nothing_is_as_good_as_none(night, content):
 def test_a_log_on_a_full_disk_does_not_stop_the_reading(capfd):
     supervise._copy_lines(lines := iter([b"one\n", b"two\n"]), Path("/dev/full"))
     assert next(lines, None) is None and capfd.readouterr().err == "one\ntwo\n"
-
-
-def test_a_probe_without_a_plan_starts_no_night(night):
-    code, _, err = night.run("--probe")
-    assert (code, "--plan --probe" in err) == (2, True)
 
 
 def test_a_server_that_always_dies_is_given_up(night):
@@ -459,6 +455,59 @@ def test_two_pipelines_never_share_a_run(night):
     assert code == 2 and "another process is working" in err
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=10)
+
+
+@pytest.fixture
+def made(tmp_path, model, monkeypatch):
+    """Makes a pipeline of this process whose first stage has something to do."""
+    monkeypatch.setattr(artifacts, "CLAIMS", tmp_path)
+    monkeypatch.setattr(artifacts, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(pipeline.Pipeline, "plans", lambda _self, steps, *_: [{"pending": 1}] * len(steps))
+
+    def make(*overrides: str) -> pipeline.Pipeline:
+        run = config.load(CPU_CONFIG, [f"run.dir={tmp_path / 'runs'}", *overrides])
+        return pipeline.Pipeline(run, pipeline.STEPS, None, None)
+
+    return make
+
+
+def test_two_runs_that_share_a_unit_refuse_each_other_by_name_and_leave_the_machine_alone(made, monkeypatch):
+    """R02: the second would stop the first one's server, and give back what is not its own to give."""
+    monkeypatch.setattr(pipeline.Pipeline, "_preflight", lambda _: None)
+    unit = ["servers.generate.kind=systemd", "servers.generate.unit=vllm-team"]
+    first, second = made(*unit, "run.name=first"), made(*unit, "run.name=second")
+    with first._units_claimed():
+        with pytest.raises(ConfigError, match=f"vllm-team is in use by the run in {first.config.run_dir}; wait"):
+            second.run()
+        assert not second.config.run_dir.exists()
+        with made("run.name=without")._units_claimed():
+            pass
+    with second._units_claimed():  # the file that is left is no lock
+        pass
+
+
+@pytest.mark.parametrize(
+    ("override", "finding"),
+    [("target.model=/nowhere", "no model at /nowhere"), ("train.warm_start=/nowhere", "no drafter at /nowhere")],
+)
+def test_a_run_that_cannot_begin_leaves_nothing(made, override, finding):
+    night = made(override, f"servers.evaluate.python={SCRIPTS / 'fake_vllm'}")
+    with pytest.raises(ConfigError, match=finding):
+        night.run()
+    assert not night.config.run.dir.exists()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "--probe", "--only 04 --from 05", "--plan --dry-run", "--plan --limit 5", "--done-by 09:00", "status --plan",
+        "status --from 04", "--from 02 --deadline 01:00", "--plan --only 04",
+    ],
+)  # fmt: skip
+def test_arguments_that_contradict_each_other_are_refused(call, monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
+    assert pipeline.main([*call.split(), str(CPU_CONFIG)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_on_event_hears_stage_end_failure_and_finish(night):

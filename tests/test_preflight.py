@@ -29,7 +29,7 @@ def load(tmp_path, model):
 
 
 def found(run_config, stages=config.STAGES):
-    return preflight.findings(run_config, stages)
+    return list(preflight.findings(run_config, stages))
 
 
 def test_a_machine_that_is_ready_has_no_findings(load):
@@ -98,12 +98,29 @@ def test_all_findings_come_at_once_as_one_line(load):
 def test_a_disk_that_is_too_small_is_refused_with_both_numbers(load, monkeypatch):
     """H15"""
     monkeypatch.setattr(preflight.plan.artifacts, "free_bytes", lambda _: 1.2e9)
-    (finding,) = found(load("prompts.0.path=configs/prompts_sample.jsonl"), ("02_hidden_states",))
-    assert "need about 0.4" in finding and "0.19 GiB are free" in finding
+    (finding,) = found(load("prompts.0.path=configs/prompts_sample.jsonl"))
+    assert "need about 0.33 GiB" in finding and "0.19 GiB are free" in finding
 
 
 def test_only_the_checks_of_the_asked_stages_are_made(load):
-    assert found(load("prompts.0.path=/nowhere.jsonl"), ("05_export",)) == []
+    run_config = load("prompts.0.path=/nowhere.jsonl")
+    (manifest := run_config.stage_dir("04_train") / "manifest.json").parent.mkdir(parents=True)
+    manifest.touch()
+    assert found(run_config, ("05_export",)) == []
+
+
+def test_a_stage_without_its_input_is_refused_with_the_command_that_makes_it(load):
+    run_config = load("run.name=new")
+    with pytest.raises(ConfigError) as error:
+        preflight.check(run_config, ["06_acceptance"])
+    assert f"06_acceptance needs 05_export, which has not run: nothing in {run_config.run_dir}" in str(error.value)
+    assert f"make it with ./run_pipeline.sh {CPU_CONFIG} --from 01b --set" in str(error.value)
+    for name in ("01b_synthetic", "02_hidden_states"):
+        (manifest := run_config.stage_dir(name) / "manifest.json").parent.mkdir(parents=True)
+        manifest.touch()
+    with pytest.raises(ConfigError, match="--from 04 --set"):
+        preflight.check(run_config, ["06_acceptance"])
+    assert found(load("run.name=new", "acceptance.drafters=[none]"), ["06_acceptance"]) == []
 
 
 def test_a_unit_that_is_not_installed_or_may_not_be_stopped_is_found(load, machine):  # noqa: F811

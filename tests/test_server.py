@@ -180,7 +180,7 @@ def test_a_healthy_server_with_a_hanging_engine_is_not_ready_and_is_not_left_beh
 def test_a_server_that_cannot_serve_this_run_is_refused(role, fake, override, reason):
     run_config = role(fake)
     server._start(run_config, "generate", server.command(run_config, "generate"), None)
-    changed = config.load(CPU_CONFIG, [*run_config.arguments[3::2], override])
+    changed = config.load(CPU_CONFIG, [*run_config.origin.overrides, override])
     while "no answer" in (found := server.missing(changed, "generate")):
         time.sleep(0.1)
     assert reason in found
@@ -214,12 +214,12 @@ def test_a_copied_run_has_no_server_and_leaves_the_originals_alone_and_a_moved_o
     run_config = role()
     server.up(run_config, "generate")
     leader = session(run_config)
-    copy = config.load(CPU_CONFIG, [*run_config.arguments[3::2], "run.name=copy"])
+    copy = config.load(CPU_CONFIG, [*run_config.origin.overrides, "run.name=copy"])
     shutil.copytree(run_config.run_dir, copy.run_dir)
     assert not server.alive(copy, "generate")
     server.down(copy, "generate")
     assert process.members(leader) and server.missing(run_config, "generate") is None
-    moved = config.load(CPU_CONFIG, [*run_config.arguments[3::2], "run.name=moved"])
+    moved = config.load(CPU_CONFIG, [*run_config.origin.overrides, "run.name=moved"])
     run_config.run_dir.rename(moved.run_dir)
     assert server.alive(moved, "generate")
     server.down(moved, "generate")
@@ -239,13 +239,20 @@ def test_a_server_that_was_never_ready_or_hangs_is_not_given_the_time_of_one_wit
     assert time.monotonic() - started < 5 and not server.alive(run_config, "generate")
 
 
-def test_a_taken_port_is_said_before_anything_is_started(role):
+def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_path):
     first = role()
     server.up(first, "generate")
     second = role(url=first.servers.generate.url)
-    second = config.load(CPU_CONFIG, [*second.arguments[3::2], "run.name=other"])
+    second = config.load(CPU_CONFIG, [*second.origin.overrides, "run.name=other"])
     with pytest.raises(ConfigError, match="cannot listen at .* in use"):
         server.up(second, "generate")
+    url = first.servers.generate.url
+    assert (
+        server.missing(second, "generate") == f"not running; at {url} is the server generate of the run smollm2_cpu"
+    )
+    assert server.status(second, "generate")["alive"] is False
+    elsewhere = config.load(CPU_CONFIG, [*second.origin.overrides, f"run.dir={tmp_path / 'elsewhere'}"])
+    assert server.missing(elsewhere, "generate").endswith("is a server that this run did not start, of smollm2")
 
 
 def test_a_drafter_needs_a_role_that_is_ours_to_start(role, tmp_path):
@@ -330,7 +337,7 @@ def test_a_units_folder_is_linked_to_the_run_and_another_run_restarts_it(role, m
     machine.unit(first)
     server.up(first, "generate")
     assert link.resolve() == (tmp_path / "smollm2_cpu/02_hidden_states").resolve()
-    other = config.load(CPU_CONFIG, [*first.arguments[3::2], "run.name=other"])
+    other = config.load(CPU_CONFIG, [*first.origin.overrides, "run.name=other"])
     assert "writes for another run" in server.missing(other, "generate")
     server.up(other, "generate")
     assert link.resolve() == (tmp_path / "other/02_hidden_states").resolve()

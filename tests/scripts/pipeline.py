@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import drafter
-from drafter import pipeline
+from drafter import artifacts, pipeline
 
+artifacts.CLAIMS = Path(os.environ["FAKES"])  # of this test alone
 if not os.environ.get("PREFLIGHT"):
     drafter.preflight = SimpleNamespace(check=lambda *_: None)
 fakes = Path(os.environ["FAKES"])
