@@ -94,6 +94,8 @@ class Extraction:
             result, _parts = await self.probe_rows(self.todo)
             if not result.passed:
                 raise ContractError(f"the server's hidden states are wrong: {result}")
+            if self.config.extract.neighbour_ids:
+                await self._with_neighbours(self.todo)
 
     def facts(self) -> dict:
         """What the manifest records of this run."""
@@ -112,12 +114,15 @@ class Extraction:
         result, parts = await self.probe_rows(items)
         if not result.passed:
             raise ContractError(f"the server's hidden states are wrong, nothing was published: {result}")
+        neighbours = await self._with_neighbours(items) if self.config.extract.neighbour_ids else {}
         for item in items:
             self._publish(item, parts[item])
+        for item, part in neighbours.items():
+            path = self.folder / "neighbours" / contracts.states_path(item.row_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part, path)
         if self._asked.dtype == "fp8":
             await self._measure_parity()
-        if self.config.extract.neighbour_ids:
-            await self._keep_neighbours()
 
     async def probe_rows(self, items: list[Item]) -> tuple[probe.Result, dict[Item, Path]]:
         """Whole, checked, unpublished files of a few rows, and whether they are right. Raises ContractError."""
@@ -149,15 +154,13 @@ class Extraction:
         if losses:
             say("fp8: the warm start's first loss is %.4f, %.4f on bf16 states", losses["fp8"], losses["bf16"])
 
-    async def _keep_neighbours(self) -> None:
-        """The probe rows once more in `neighbours/`, with the layers above the asked ones, to compare conventions."""
+    async def _with_neighbours(self, items: list[Item]) -> dict[Item, Path]:
+        """Unpublished files, the layers above the asked ones in them. Raises ContractError when they are mixed up."""
         captured = tuple(captured_layer_ids(self.config))
-        parts = await self._capture.files(self.todo[: self.config.extract.probe_rows], Asked(captured, "bf16"))
-        for item, part in parts.items():
-            path = self.folder / "neighbours" / contracts.states_path(item.row_id)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(part, path)
-            probe.check_neighbours(path, self._asked.layer_ids[:-1])
+        parts = await self._capture.files(items, Asked(captured, "bf16"))
+        for part in parts.values():
+            await asyncio.to_thread(probe.check_neighbours, part, self._asked.layer_ids[:-1])
+        return parts
 
     async def _extract(self) -> None:
         self._started = time.monotonic()

@@ -20,7 +20,8 @@ import yaml
 
 pytest.importorskip("vllm")
 
-from drafter import artifacts, capture, config, contracts, extraction, stage, states, worklist
+from drafter import artifacts, capture, config, contracts, extraction, probe, stage, states, worklist
+from drafter.errors import ContractError
 from tests import tiny_models
 from tests.conftest import free_port
 from tests.corrupting_connector import CorruptingWriter
@@ -203,7 +204,7 @@ def test_states_that_go_wrong_later_are_caught_at_the_shard_s_end_and_withdrawn(
 
 
 def test_the_probe_alone_changes_nothing_that_the_stage_holds(run, engine, capsys):
-    def probe():
+    def check():
         code, summary = run.extract(capsys, engine.port, "--probe")
         assert code == 0 and summary["probe"]["passed"] and summary["probe"]["rows"] == 4
 
@@ -211,24 +212,39 @@ def test_the_probe_alone_changes_nothing_that_the_stage_holds(run, engine, capsy
         names = ("manifest.json", "index.jsonl", "rejected.jsonl", "config.yaml")
         return run.files(), [(run.folder / name).read_bytes() for name in names]
 
-    probe()
+    check()
     assert run.files() == {} and not (run.folder / "manifest.json").exists()
     for limit in (["--limit", "5"], []):  # a part of the rows, then all of them
         assert run.extract(capsys, engine.port, *limit)[0] == 0
         before = held()
-        probe()
+        check()
         assert held() == before
         engine.sick = True
         assert run.extract(capsys, engine.port, "--probe")[0] != 0 and held() == before
         engine.sick = False
     code, summary = run.extract(capsys, engine.port, "--probe", "--set", "extract.dtype=fp8")
     assert code == 2 and "extract.dtype" in summary["error"] and held() == before
+    theirs = next(row.row_id for row in run.rows if row.row_id not in worklist.Share(1, 2))
+    staged = run.folder / theirs[:2] / f"{theirs}.1.part"  # another host's, which is still at it
+    staged.write_bytes(b"")
+    assert run.extract(capsys, engine.port, "--probe", "--shard", "1/2")[0] == 0 and staged.exists()
 
 
-def test_the_layers_above_are_kept_for_the_probe_rows_when_asked(tmp_path, tiny, capsys):
+def test_the_layers_above_are_kept_for_the_probe_rows_when_asked(tmp_path, tiny, capsys, monkeypatch):
     run = Run(tmp_path, tiny, make_rows(6))
     more = ("--set", "target.layer_ids=[2,4,6,8]", "--set", "extract.neighbour_ids=true")
+
+    def mixed_up(path, _layers):
+        raise ContractError(f"{path.name} is mixed up")
+
     with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(probe, "check_neighbours", mixed_up)
+            for alone in ([], ["--probe"]):
+                code, summary = run.extract(capsys, engine.port, *more, *alone)
+                assert code == 1 and "is mixed up" in summary["error"]
+                assert run.files() == {} and run.index() == []
+        assert run.extract(capsys, engine.port, *more, "--probe")[0] == 0
         code, summary = run.extract(capsys, engine.port, *more)
     assert code == 0, summary["error"]
     kept = [states.read_states(path) for path in sorted((run.folder / "neighbours").glob("*/*"))]

@@ -73,6 +73,16 @@ def test_reading_gives_back_what_was_written(tmp_path, dtype):
     states.check_content(tmp_path / "a")
 
 
+def test_a_file_can_be_read_by_whoever_the_umask_lets(tmp_path):
+    """H09"""
+    old = os.umask(0o027)
+    try:
+        written(tmp_path / "a")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_every_flipped_bit_is_found(tmp_path, dtype):
     _hidden, ids = written(tmp_path / "a", dtype=dtype)
