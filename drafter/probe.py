@@ -11,7 +11,7 @@ import functools
 import json
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from drafter import states
 from drafter.client import Client
 from drafter.config import Config
 from drafter.errors import ContractError, ResumableError, RowError
-from drafter.verifier import read_verifier
+from drafter.verifier import Verifier, read_verifier
 
 TOKENS = 256  # of a row that are compared: the server computes logits for each
 MEAN_NAT, TOP1 = 0.1, 0.95
@@ -70,7 +70,7 @@ class Probe:
     def __init__(self, config: Config):
         self.config = config
         with_target = ThreadPoolExecutor(1, thread_name_prefix="target")
-        self._verifier = with_target.submit(read_verifier, config.target.model)
+        self._verifier = with_target.submit(_verifier, config)
         self._reference = with_target.submit(load_reference, config.target.model)
         with_target.shutdown(wait=False)
 
@@ -132,6 +132,13 @@ class Probe:
             str(asked): {"nearest": int(row.argmin()), "distance": round(row.min().item(), 4)}
             for asked, row in zip(self.config.target.aux_layer_ids, distances, strict=True)
         }
+
+
+def _verifier(config: Config) -> Verifier:
+    """The head as the server computes it: where bf16 logits tie, those of a float32 server do not."""
+    verifier = read_verifier(config.target.model)
+    wide = config.servers.extract.args.get("dtype") == "float32"
+    return replace(verifier, head=verifier.head.float()) if wide else verifier
 
 
 def _best(entry: dict) -> int:
