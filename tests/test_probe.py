@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter import probe, states
+from drafter import config, probe, states
 from drafter.errors import ContractError
 from tests import tiny_models
 
@@ -40,6 +40,22 @@ def test_a_target_that_cannot_be_filled_is_not_compared_with_random_layers(tmp_p
     del weights["model.layers.3.self_attn.o_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert probe.load_reference(folder) is None
+
+
+def test_the_head_is_computed_as_the_server_computes_it(tmp_path):
+    """bf16 logits of a float32 server's states tie where its own do not: 7 of 100 best tokens were others."""
+    model = tiny_models.make_tiny_mla(tmp_path / "flat")
+    for dtype in (torch.float32, torch.bfloat16):
+        args = f"servers.extract.args.dtype={str(dtype).removeprefix('torch.')}"
+        sets = [f"target.model={model}", f"target.layer_ids={list(tiny_models.LAYER_IDS)}", args]
+        run_config = config.load(config.ROOT / "configs/smollm2_cpu.yaml", sets)
+        states_of = torch.randn(5, tiny_models.HIDDEN)
+        ours = probe._verifier(run_config)
+        assert ours.head.dtype == dtype
+        exact = ours.normed(states_of).float() @ ours.head.float().T
+        assert torch.allclose(
+            ours.log_probs(states_of), exact.log_softmax(-1), atol=1e-4 if dtype == torch.float32 else 0.1
+        )
 
 
 def test_neighbouring_layers_give_away_permuted_slots(tmp_path):
