@@ -13,6 +13,7 @@ from drafter import artifacts, client, generate, server, stage
 def body(this: stage.Stage) -> dict:
     if this.args.dry_run:
         return generate.plan(this)
+    this.config.check_against_model()
     with artifacts.locked(this.folder):
         work = generate.prepare(this)
         if work.pending:

@@ -12,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from drafter import artifacts, charts, config, disk, errors, html, stage
+from drafter import artifacts, charts, config, disk, errors, html, process, stage
 from drafter.caveats import caveats, length
 from drafter.errors import StageError
 
@@ -71,6 +71,36 @@ class Found:
 
     def manifest(self, name: str) -> dict:
         return self.manifests[name] or {}
+
+    def alive(self) -> bool:
+        """Whether the pipeline is at work on the run; of a copied run, it is at work on the original."""
+        return process.lives(self.state) and self.state.get("home") == artifacts.home(self.config.run_dir)
+
+    def stands(self, name: str) -> str:
+        """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
+        seen, manifest = self.state.get("stages", {}).get(name, {}), self.manifest(name)
+        if self.alive() and self.state.get("stage") == name and seen.get("status") == "running":
+            return "running"
+        if not manifest:
+            return {"running": "stopped"}.get(seen.get("status"), seen.get("status")) or "not begun"
+        if manifest["status"] == "running":
+            return _at_work(manifest.get("process") or {})
+        ended = seen.get("started", 0) + seen.get("seconds", 0)
+        if seen.get("status") == "failed" and ended > _seconds(manifest.get("updated")):
+            return "failed"  # before it could say so itself
+        return manifest["status"]
+
+    def trouble(self) -> tuple[str, str] | None:
+        """Where and why the run stands still; None once somebody has finished that stage since."""
+        at = self.state.get("stage") or ""
+        if self.alive() and self.state["status"] == "running":
+            return None
+        if self.state.get("status") in ("failed", "interrupted") and not (at and self.stands(at) == "complete"):
+            return at, self.state.get("error") or "see the log of the stage"
+        for name, manifest in self.manifests.items():
+            if manifest and manifest.get("error") and self.stands(name) != "running":
+                return name, manifest["error"]
+        return None
 
     def minutes(self, name: str) -> float | None:
         """How long a stage took, so far as it has ended."""
@@ -141,16 +171,14 @@ def verdict(found: Found) -> str:
         if head["speed_up"]:
             advice += f" Decoding is {head['speed_up']:.2f} times as fast as without a drafter."
         return html.box(tone, said, advice)
-    failed = next((m for m in found.manifests.values() if m and m.get("error")), None)
-    error = found.state.get("error") or (failed or {}).get("error")
-    if found.state.get("status") in ("failed", "interrupted") or error:
-        at = found.state.get("stage") or (failed or {}).get("stage", "")
-        reason = error or "see the log of the stage"
+    if trouble := found.trouble():
+        at, reason = trouble
         code = found.state.get("stages", {}).get(at, {}).get("exit_code")
-        return html.box(
-            "bad", f"No drafter yet: stopped in {escape(at)}", f"{escape(reason)}; {errors.what_next(code)}."
-        )
-    return html.box("wait", "Not measured yet", f"Running: {escape(str(found.state.get('stage') or 'not begun'))}.")
+        where = f"stopped in {escape(at)}" if at else "stopped before the first stage"
+        return html.box("bad", f"No drafter yet: {where}", f"{escape(reason)}; {errors.what_next(code)}.")
+    standing = {name: found.stands(name) for name in config.STAGES}
+    begun = [f"{name} {said}" for name, said in standing.items() if said != "not begun"]
+    return html.box("wait", "Not measured yet", escape(", ".join(begun) or "Not begun") + ".")
 
 
 def acceptance(found: Found) -> str:
@@ -176,9 +204,9 @@ def timeline(found: Found) -> str:
     body = []
     for name in config.STAGES:
         seen, manifest = found.state.get("stages", {}).get(name, {}), found.manifest(name)
-        status = manifest.get("status") or seen.get("status") or "not begun"
-        started = f"{datetime.fromtimestamp(seen['started']):%a %H:%M}" if "started" in seen else ""
-        body.append([name, status, found.minutes(name), *map(found.planned(name).get, SPREAD), started])
+        began = seen.get("started") or _seconds(manifest.get("started"))
+        started = f"{datetime.fromtimestamp(began):%a %H:%M}" if began else ""
+        body.append([name, found.stands(name), found.minutes(name), *map(found.planned(name).get, SPREAD), started])
     header = ["stage", "status", "actual min", "planned min", "at least", "at most", "started"]
     return html.section("Timeline", html.table(header, body))
 
@@ -301,6 +329,21 @@ def versions(found: Found) -> str:
 
 
 # Pieces
+
+
+def _at_work(record: dict) -> str:
+    """Of a stage that has begun and not ended; another host's processes are not seen from here."""
+    if process.lives(record):
+        return "running"
+    return "stopped" if record.get("boot") == process.boot() else "begun"
+
+
+def _seconds(moment: str | None) -> float:
+    """A manifest's time as a timestamp; 0 where there is none."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except (TypeError, ValueError):
+        return 0
 
 
 def _signed(value: float | None) -> str:

@@ -119,6 +119,8 @@ class Stage:
         }
         if error:
             manifest["error"] = error
+        if status == "running":
+            manifest["process"] = process.identity(os.getpid())
         artifacts.write_json(self.manifest_path, manifest)
         return manifest
 

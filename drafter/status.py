@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from drafter import artifacts, config, gpu, process, report
+from drafter import artifacts, config, gpu, report
 
 TAIL = 3  # lines of the current stage's log
 
@@ -14,24 +14,22 @@ TAIL = 3  # lines of the current stage's log
 def lines(run_config: config.Config) -> Iterator[str]:
     """The page, line by line."""
     found = report.Found(run_config)
-    state = found.state
-    if not state:
+    state, standing = found.state, {name: found.stands(name) for name in config.STAGES}
+    if not state and set(standing.values()) == {"not begun"}:
         yield f"run {run_config.run.name} has not begun ({run_config.run_dir})"
         return
-    alive = process.lives(state) and state.get("home") == artifacts.home(run_config.run_dir)
-    status = state["status"] if alive or state["status"] != "running" else "killed; the same command continues it"
-    yield f"run {run_config.run.name}: {status}, {run_config.run_dir}"
-    for name in config.STAGES:
-        seen, manifest = state["stages"].get(name, {}), found.manifest(name)
-        stands = seen.get("status") or manifest.get("status") or "not begun"
+    alive, trouble = found.alive(), found.trouble()
+    yield f"run {run_config.run.name}: {_whole(found, standing)}, {run_config.run_dir}"
+    for name, stands in standing.items():
+        manifest = found.manifest(name)
         counts = f"{manifest['out']} of {manifest['in']}" if manifest.get("in") else ""
-        yield f"  {name:<17} {stands:<12} {counts:<16} {_time(seen)}".rstrip()
-    if left := _left(found, alive):
+        yield f"  {name:<17} {stands:<12} {counts:<16} {_time(found, name)}".rstrip()
+    if left := _left(found):
         yield f"  done at about {datetime.fromtimestamp(time.time() + left):%a %H:%M}, as planned for what is left"
     if not alive and state.get("production"):
         yield f"  the next run gives back: {', '.join(state['production'])}"
-    if state.get("error"):
-        yield f"  last error: {state['error']}"
+    if trouble:
+        yield f"  last error: {trouble[1]}"
     if state.get("stage"):
         for line in _tail(run_config.run_dir / "logs" / f"{state['stage']}.log"):
             yield f"  | {line}"
@@ -40,23 +38,40 @@ def lines(run_config: config.Config) -> Iterator[str]:
         yield f"  GPU {index}: {used / 1024:.1f} GiB in use"
 
 
-def _time(seen: dict) -> str:
-    if "seconds" in seen:
-        return f"{seen['seconds'] / 60:.1f} min"
-    return f"since {datetime.fromtimestamp(seen['started']):%H:%M}" if "started" in seen else ""
+def _whole(found: report.Found, standing: dict[str, str]) -> str:
+    """How the run stands: as the pipeline says, as long as nobody went on by hand."""
+    if set(standing.values()) == {"complete"}:
+        return "complete"
+    said = found.state.get("status")
+    if said == "running":
+        return said if found.alive() else "killed; the same command continues it"
+    if said and found.trouble():
+        return said
+    return "by hand" if "running" in standing.values() else "not complete"
 
 
-def _left(found: report.Found, alive: bool) -> float:
-    """Seconds of the plan that are left, as far as there is one."""
-    if not alive or found.state["status"] != "running":
+def _time(found: report.Found, name: str) -> str:
+    seen = found.state.get("stages", {}).get(name, {})
+    if found.stands(name) == "running" and "started" in seen:
+        return f"since {datetime.fromtimestamp(seen['started']):%H:%M}"
+    minutes = found.minutes(name)
+    return f"{minutes:.1f} min" if minutes is not None else ""
+
+
+def _left(found: report.Found) -> float:
+    """Seconds of the plan that are left, as far as there is one; of a stage that is late, as late as planned."""
+    if not found.alive() or found.state["status"] != "running":
         return 0
     left = 0.0
     for name in config.STAGES:
         seen = found.state["stages"].get(name, {})
         if name in found.plan and seen.get("status") != "complete":
             passed = time.time() - seen["started"] if "started" in seen else 0
-            left += max(0, found.plan[name]["seconds"]["typical"] - passed)
-    return left
+            planned = found.plan[name]["seconds"]
+            left += planned["typical"] - passed
+            if passed > planned["typical"]:
+                left += max(planned["typical"], planned.get("high", 0)) - planned["typical"]
+    return max(0, left)
 
 
 def _tail(path: Path) -> list[str]:

@@ -943,6 +943,7 @@ def test_a_dry_run_names_what_is_missing(lab, capsys):
     findings = " ".join(json.loads(capsys.readouterr().out)["findings"])
     assert "gone.jsonl" in findings
     assert "nowhere" in findings
+    assert lab.run() == 2 and not lab.stage.parent.exists(), "a run that cannot begin leaves nothing"
 
 
 # ---- a served tiny Kimi: real reasoning parser, real template, random weights

@@ -142,6 +142,17 @@ def test_a_failed_run_says_why_and_where(run_config):
     assert "stopped in 02_hidden_states" in text and "layer 2 is constant" in text
 
 
+def test_a_run_by_hand_says_what_its_manifests_say(run_config):
+    write(
+        run_config.run_dir / "01b_synthetic/manifest.json", {"status": "complete", "in": 9, "out": 9, "seconds": 60}
+    )
+    text = report.write(run_config).read_text()
+    assert "01b_synthetic complete." in text and "<td>01b_synthetic</td><td>complete</td><td>1</td>" in text
+    write(run_config.run_dir / "02_hidden_states/manifest.json", {"status": "failed", "error": "layer 2 is constant"})
+    text = report.write(run_config).read_text()
+    assert "stopped in 02_hidden_states" in text and "layer 2 is constant" in text
+
+
 def test_a_run_that_has_not_begun_and_torn_files_still_make_a_page(run_config):
     assert "Not measured yet" in report.write(run_config).read_text()
     torn = ("pipeline.json", "plan.json", "04_train/manifest.json", "04_train/metrics.jsonl")

@@ -7,7 +7,7 @@ import time
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, process, status
+from drafter import artifacts, config, process, report, status
 
 
 @pytest.fixture
@@ -52,6 +52,41 @@ def test_a_run_whose_process_is_gone_or_another_is_not_called_running(run_config
     state(**changes, production=["vllm-team"])
     assert "killed; the same command continues it" in text(run_config)
     assert "the next run gives back: vllm-team" in text(run_config)
+
+
+def by_hand(run_config, name, **facts):
+    folder = run_config.run_dir / name
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = {"status": "complete", "in": 9, "out": 9, "seconds": 60, "updated": "2099-01-01T00:00:00+00:00"}
+    (folder / "manifest.json").write_text(json.dumps(manifest | facts))
+
+
+def test_stages_run_by_hand_are_shown_as_their_manifests_say(run_config):
+    by_hand(run_config, "01b_synthetic")
+    by_hand(run_config, "02_hidden_states", status="running", process=process.identity(os.getpid()))
+    assert "run smollm2_cpu: by hand" in (shown := text(run_config))
+    assert "01b_synthetic     complete     9 of 9           1.0 min" in shown and "02_hidden_states  running" in shown
+    by_hand(run_config, "02_hidden_states", status="running", process={"pid": 2**22 - 1, "boot": process.boot()})
+    assert "02_hidden_states  stopped" in text(run_config)
+    by_hand(run_config, "02_hidden_states", status="failed", error="layer 2 is constant")
+    assert "last error: layer 2 is constant" in text(run_config)
+
+
+def test_a_stage_that_was_finished_by_hand_is_no_longer_the_runs_failure(run_config, state):
+    failed = {"01b_synthetic": {"status": "failed", "started": 1.7e9, "seconds": 90.0, "exit_code": 3}}
+    state(status="failed", stage="01b_synthetic", stages=failed, error="no answer")
+    by_hand(run_config, "01b_synthetic", updated="2020-01-01T00:00:00+00:00")
+    assert "01b_synthetic     failed" in text(run_config) and "last error: no answer" in text(run_config)
+    by_hand(run_config, "01b_synthetic")
+    assert "run smollm2_cpu: not complete" in (shown := text(run_config)) and "error" not in shown
+
+
+def test_a_stage_that_is_late_is_not_done_now(run_config, state):
+    late = {"06_acceptance": {"status": "running", "started": time.time() - 3600}}
+    state(stage="06_acceptance", stages=late)
+    planned = {"06_acceptance": {"seconds": {"typical": 1800, "high": 7200}}}
+    (run_config.run_dir / "plan.json").write_text(json.dumps(planned))
+    assert status._left(report.Found(run_config)) == pytest.approx(3600, abs=5)
 
 
 def test_a_failed_run_shows_its_last_error(run_config, state):
