@@ -32,7 +32,7 @@ def lives(record: dict[str, Any]) -> bool:
 def birth(pid: int) -> str | None:
     """Start time of a live process in clock ticks since boot. None when it is dead."""
     fields = _fields(pid)
-    return fields[19] if fields and fields[0] != "Z" else None
+    return fields[19] if fields else None
 
 
 def boot() -> str:
@@ -42,16 +42,16 @@ def boot() -> str:
 
 def members(session: int) -> list[int]:
     """Live processes of a session."""
-    return [pid for pid, fields in _all() if fields[0] != "Z" and int(fields[3]) == session]
+    return [pid for pid, fields in _all() if int(fields[3]) == session]
 
 
 def children(parent: int) -> list[int]:
-    return [pid for pid, fields in _all() if fields[0] != "Z" and int(fields[1]) == parent]
+    return [pid for pid, fields in _all() if int(fields[1]) == parent]
 
 
 def descendants(ancestor: int) -> list[int]:
     """Children, their children, and so on, whatever sessions they are in."""
-    parents = {pid: int(fields[1]) for pid, fields in _all() if fields[0] != "Z"}
+    parents = {pid: int(fields[1]) for pid, fields in _all()}
     found = [ancestor]
     for known in found:
         found += [pid for pid, parent in parents.items() if parent == known]
@@ -64,11 +64,17 @@ def _all() -> list[tuple[int, list[str]]]:
 
 
 def _fields(pid: int) -> list[str] | None:
-    """/proc/PID/stat after the command's name: state, parent, group, session, ..."""
+    """/proc/PID/stat of a live process after the command's name: state, parent, group, session, ...
+
+    The first thread of a killed process is a zombie while the last one still gives back its memory, and holds its
+    ports until that is done.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    state, threads = fields[0], int(fields[17])
+    return None if state == "Z" and threads <= 1 else fields
 
 
 def parent_here() -> dict[str, str]:
