@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import time
@@ -233,22 +235,33 @@ def wait_for_steps(path):
         time.sleep(0.05)
 
 
-def test_a_full_disk_keeps_the_step_before_and_can_be_resumed(undisturbed, target, warm_start, tmp_path, monkeypatch):
-    """T13"""
-    path = captured.write_run(tmp_path, target, warm_start=warm_start)
-    save = checkpoint.save_file
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_full_disk_keeps_the_step_before_and_can_be_resumed(
+    undisturbed, target, warm_start, tmp_path, monkeypatch, world
+):
+    """T13: the kernel refuses to write, to rank 0 alone, and every rank ends."""
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, tokens_per_step=64 * world)
+    original = loop.Training._step
 
-    def full(tensors, place, *args):
-        if "step-00000004" not in str(place):
-            raise OSError(28, "No space left on device")
-        save(tensors, place, *args)
+    def step(self, planned):
+        if planned.number == 5:  # enough for a line of metrics, not for a checkpoint
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        return original(self, planned)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    code, summary = captured.train(path)
-    assert code == 3 and "No space left" in summary["error"] and "step-00000004 is kept" in summary["error"]
+    monkeypatch.setattr(loop.Training, "_step", step)
+    assert captured.train_on_ranks(world, path) == [3] * world
+    manifest = json.loads((folder(path) / "manifest.json").read_text())
+    assert manifest["status"] == "failed"
+    assert re.fullmatch(
+        r"step \d+ could not be saved \(.*File too large.*\); step-00000004 is kept", manifest["error"]
+    )
+    assert [step.name for step in checkpoint.complete_steps(folder(path))] == ["step-00000004"]
     monkeypatch.undo()
-    assert captured.train(path)[0] == 0
-    assert_same(everything(path), undisturbed[2])
+    assert captured.train_on_ranks(world, path) == [0] * world
+    assert not list(folder(path).glob("*.part"))
+    if world == 1:
+        assert_same(everything(path), undisturbed[2])
 
 
 def test_moments_come_back_by_name(undisturbed, warm_start):
