@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from drafter import artifacts, checkpoint, native, states, verifier
 from drafter.config import Config, Target
 from drafter.contracts import IndexEntry
-from drafter.errors import ContractError
+from drafter.errors import ContractError, StageError
 from drafter.native import CONFIG, EMBEDDING, LAYER_IDS, WEIGHTS, Tensors
 from drafter.stage import Stage, read_manifest, say
 
@@ -72,8 +72,11 @@ def plan(stage: Stage) -> dict:
         findings.append(f"no complete checkpoint in {config.stage_dir('04_train')}")
     elif before := read_manifest(stage.folder):
         pending = int(not _is_exported(config, before["facts"], _step(config)))
-    if (wanted := reference(config)) and not (wanted / CONFIG).exists():
-        findings.append(f"no reference drafter at {wanted}")
+    if wanted := reference(config):
+        try:
+            native.read_config(wanted)
+        except StageError as error:
+            findings.append(str(error))
     return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
 
 

@@ -326,14 +326,13 @@ def _name_pending(path: Path, work: Work) -> None:
 def plan(stage: Stage) -> dict:
     """Offline: the mix by source, what is left to do, and what is missing."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported
-    target, findings = stage.config.target, []
-    if not target.model.exists():
-        findings.append(f"target.model: {target.model} does not exist")
-    if target.model.exists() and read_manifest(stage.folder):
-        try:
+    findings = []
+    try:
+        stage.config.check_against_model()
+        if read_manifest(stage.folder):
             stage.require(stage.name)
-        except ConfigError as error:
-            findings.append(str(error))
+    except ConfigError as error:
+        findings.append(str(error))
     result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
     with tempfile.TemporaryDirectory() as scratch:
         try:

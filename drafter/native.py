@@ -93,7 +93,7 @@ def check_engine(config: Config) -> None:
             found = importlib.metadata.version(name)
             if _release(found) < _release(MIN_ENGINE):
                 raise ConfigError(f"vLLM {found} is too old to serve these drafters: install {MIN_ENGINE} or newer")
-            if name == CPU_ENGINE:
+            if name == CPU_ENGINE and not server.gpus:  # else it is another machine's config
                 _check_greedy(config)
             return
 

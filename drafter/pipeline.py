@@ -429,13 +429,9 @@ def main(argv: list[str] | None = None) -> int:
             print(plan.show(run_config, None, args.deadline, args.done_by))
             return 0
         if args.dry_run:
-            from drafter import preflight
+            from drafter import dry_run  # needs torch
 
-            stages = pipeline.plans(pipeline.steps)
-            found = preflight.findings(run_config, [step.stage for step in pipeline.steps])
-            for finding in found:
-                log.info("finding: %s", finding)
-            print(json.dumps({"run": run_config.run.name, "dry_run": True, "findings": found, "stages": stages}))
+            print("\n".join(dry_run.lines(run_config, pipeline.plans(pipeline.steps))))
             return 0
         if run_config.target.model == default_model.FOLDER:
             default_model.ensure()

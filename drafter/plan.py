@@ -151,7 +151,7 @@ def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds
                     return (
                         f"{rows:,} rows, max_seq_len {length}, {dtype}: {duration(whole(parts))}, {size(disk(parts))}"
                     )
-    return "nothing: not even 500 rows fit; free some disk (python -m drafter.artifacts du) or give it more time"
+    return "not even 500 rows: free some disk (python -m drafter.artifacts du) or give it more time"
 
 
 # Words

@@ -16,8 +16,10 @@ from urllib.parse import urlsplit
 
 from drafter import artifacts, config, gpu, native, plan, process, rates, server, verifier
 from drafter.artifacts import size
+from drafter.comparison import NONE, RUN, WARM_START
 from drafter.errors import ConfigError, StageError
 
+DRIVER = Path("/dev/nvidiactl")  # there wherever NVIDIA's driver is loaded
 ENGINE = "engine.json"  # what the installed vLLM said about this target
 
 # Asked in the server's own interpreter, since that may be another environment.
@@ -45,11 +47,10 @@ def findings(run_config: config.Config, stages: Iterable[config.StageName]) -> d
         stopped = next((name for name in stages if name in needed_by), None)
         if stopped:
             try:
-                lines = list(check(run_config))
+                for line in check(run_config):
+                    found.setdefault(line, stopped)
             except (StageError, OSError) as error:
-                lines = [str(error)]
-            for line in lines:
-                found.setdefault(line, stopped)
+                found.setdefault(str(error), stopped)
     return found
 
 
@@ -57,7 +58,7 @@ def inputs(run_config: config.Config, name: config.StageName) -> list[config.Sta
     """The stages whose output a stage reads."""
     if name != "06_acceptance":
         return [before for before, after in pairwise(config.STAGES) if after == name]
-    exported: list[config.StageName] = ["05_export"] if "run" in run_config.acceptance.drafters else []
+    exported: list[config.StageName] = ["05_export"] if RUN in run_config.acceptance.drafters else []
     return exported + ([] if run_config.acceptance.prompts else ["01b_synthetic"])
 
 
@@ -92,16 +93,20 @@ def target(run_config: config.Config) -> Iterator[str]:
 
 
 def reference(run_config: config.Config) -> Iterator[str]:
-    """The drafter to start from opens, and drafts for this target."""
-    if run_config.train.warm_start:
-        native.check_folder(run_config.train.warm_start, run_config.target)
-    yield from ()
+    """The drafters to start from, to export like and to compare with open, and draft for this target."""
+    others = [Path(label) for label in run_config.acceptance.drafters if label not in (NONE, WARM_START, RUN)]
+    for folder in dict.fromkeys([run_config.train.warm_start, run_config.export.reference, *others]):
+        try:
+            if folder:
+                native.check_folder(folder, run_config.target)
+        except StageError as error:
+            yield str(error)
 
 
 def sources(run_config: config.Config) -> Iterator[str]:
     for source in run_config.prompts:
         if source.path and not source.path.exists():
-            yield f"prompts: no file {source.path}"
+            yield f"prompts {source.name}: {source.path} does not exist"
 
 
 def engine(run_config: config.Config) -> Iterator[str]:
@@ -243,16 +248,17 @@ def space(run_config: config.Config) -> Iterator[str]:
     if needed > free:
         yield (
             f"{asked:,} rows need about {size(needed)} and {size(free)} are free beside the reserve; "
-            f"possible is {plan.proposal(run_config, known, platform, None)}"
+            f"what fits: {plan.proposal(run_config, known, platform, None)}"
         )
 
 
 def gpus(run_config: config.Config) -> Iterator[str]:
     present = gpu.memory_used()
-    for role in get_args(config.Role):
-        absent = set(getattr(run_config.servers, role).gpus) - set(present)
-        if absent and present:
-            yield f"servers.{role}.gpus: this machine has no GPU {', '.join(map(str, sorted(absent)))}"
+    if not present and DRIVER.exists():
+        return  # nobody to ask
+    named = {number for role in get_args(config.Role) for number in getattr(run_config.servers, role).gpus}
+    if absent := sorted(named - set(present)):
+        yield f"servers.*.gpus: this machine has no GPU {', '.join(map(str, absent))}"
 
 
 SERVED = ("01b_synthetic", "02_hidden_states", "06_acceptance")

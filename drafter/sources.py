@@ -133,7 +133,12 @@ def _read_hub(source: Source) -> Iterator[Any]:
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
         raise ConfigError(f"prompts {source.name}: {error}") from None
     except (OSError, TimeoutError) as error:  # the hub client's network errors are OSErrors
-        raise ResumableError(f"prompts {source.name}: {source.hub} cannot be read now ({error})") from None
+        copy = "without the hub, name a copy of it with the source's `path`"
+        if datasets.config.HF_HUB_OFFLINE:
+            raise ResumableError(
+                f"prompts {source.name}: {source.hub} is not on this machine yet; 01b fetches it, or {copy}"
+            ) from None
+        raise ResumableError(f"prompts {source.name}: {source.hub} cannot be read now ({error}); {copy}") from None
 
 
 def draw(read: Callable[[], Iterator[Any]], count: int | None, seed: int) -> Iterator[Any]:

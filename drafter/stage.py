@@ -246,6 +246,8 @@ def run(
         args = arguments.parse_args(argv)
         stage = Stage(name, config.load(args.config, args.overrides), args)
         summary, code = body(stage), 0
+        for finding in summary.get("findings", ()):
+            say("finding: %s", finding)
         if summary.get("pending", 0) and not summary.get("deadline"):
             code = 0 if args.dry_run else ResumableError.exit_code
     except StageError as error:

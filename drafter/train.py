@@ -5,7 +5,7 @@ import contextlib
 from drafter import artifacts, checkpoint, data, draft, native, parallel
 from drafter.config import Config
 from drafter.dataset import Dataset, read_dataset
-from drafter.errors import ConfigError
+from drafter.errors import ConfigError, StageError
 from drafter.loop import Training
 from drafter.stage import Stage, read_manifest, say
 
@@ -52,10 +52,11 @@ def plan(stage: Stage) -> dict:
         done = checkpoint.complete_steps(stage.folder)
         pending = max(1, len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0))
         pending = 0 if is_finished(stage, dataset) else pending
-    if (start := config.train.warm_start) and not (start / "config.json").exists():
-        findings.append(f"no warm-start drafter at {start}")
-    if not (config.target.model / "config.json").exists():
-        findings.append(f"no target model at {config.target.model}")
+    if start := config.train.warm_start:
+        try:
+            native.read_config(start)
+        except StageError as error:
+            findings.append(str(error))
     return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
 
 

@@ -167,7 +167,7 @@ def test_a_small_disk_asks_for_fp8_and_a_smaller_one_for_fewer_rows(kimi, monkey
         monkeypatch.setattr(plan.artifacts, "free_bytes", lambda _, free=terabytes: free * 1e12)
         assert plan.proposal(kimi, known, platform, 24 * HOUR).startswith(proposed)
     monkeypatch.setattr(plan.artifacts, "free_bytes", lambda _: 0)
-    assert plan.proposal(kimi, known, platform, None).startswith("nothing")
+    assert plan.proposal(kimi, known, platform, None).startswith("not even 500 rows")
 
 
 def test_a_deadline_is_the_next_such_hour(kimi):

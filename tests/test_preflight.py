@@ -65,8 +65,11 @@ def test_the_engine_is_asked_once_a_run(load):
         ("target.layer_ids=[2, 15, 27, 31]", "the last id must be 30"),
         ("target.max_seq_len=100000", "more than the model's"),
         ("train.warm_start=/nowhere", "no drafter at /nowhere"),
-        ("prompts.0.path=/nowhere.jsonl", "no file /nowhere.jsonl"),
+        ("prompts.0.path=/nowhere.jsonl", "/nowhere.jsonl does not exist"),
         ("extract.reserve_gb=1000000", "are free beside the reserve"),
+        ("export.reference=/nowhere", "no drafter at /nowhere"),
+        ("acceptance.drafters=[none, /nowhere]", "no drafter at /nowhere"),
+        ("servers.evaluate.gpus=[0, 99]", "this machine has no GPU"),
     ],
 )
 def test_what_a_later_stage_would_stop_at_is_found(load, override, finding):
@@ -90,7 +93,7 @@ def test_a_taken_port_is_found_and_named(load):
 
 def test_all_findings_come_at_once_as_one_line(load):
     run_config = load("train.warm_start=/nowhere", "prompts.0.path=/nowhere.jsonl")
-    with pytest.raises(ConfigError, match=r"no file /nowhere.jsonl; no drafter at /nowhere") as error:
+    with pytest.raises(ConfigError, match=r"/nowhere.jsonl does not exist; no drafter at /nowhere") as error:
         preflight.check(run_config, config.STAGES)
     assert "\n" not in str(error.value)
 

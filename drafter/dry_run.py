@@ -1,0 +1,51 @@
+"""`run_pipeline.sh --dry-run`: what each stage would do, what is wrong, and what to change, for a person."""
+
+from collections.abc import Iterator
+
+from drafter import artifacts, config, preflight
+
+UNITS: dict[config.StageName, str] = {
+    "01b_synthetic": "requests to answer",
+    "02_hidden_states": "rows to read back",
+    "04_train": "steps to train",
+    "05_export": "drafter to write",
+    "06_acceptance": "measurements to make",
+}
+
+
+def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
+    """The page, from what the stages' own `--dry-run` say. Raises ContractError on a broken manifest."""
+    asked = [each["stage"] for each in plans]
+    found = preflight.findings(run_config, asked)
+    yield f"run {run_config.run.name} in {run_config.run_dir}"
+    to_come: set[config.StageName] = set()  # whose output is not all there yet
+    for each in plans:
+        name = each["stage"]
+        before = [needed for needed in preflight.inputs(run_config, name) if needed in to_come]
+        if not before:  # else its findings are about what is not there yet
+            for finding in each["findings"]:
+                found.setdefault(finding, name)
+        if before or each["pending"]:
+            to_come.add(name)
+        yield f"  {name:<17} {_work(each, before)}"
+        for finding in (text for text, stopped in found.items() if stopped == name):
+            yield f"      ! {finding}"
+    if found:
+        yield f"{len(found)} to be put right (!) before `run_pipeline.sh` starts anything"
+    else:
+        yield "nothing is known that would stop it"
+
+
+def _work(plan: dict, before: list[config.StageName]) -> str:
+    if before:
+        return f"waits for {before[0]}"
+    if plan["findings"]:
+        return "cannot begin"
+    if not plan["pending"]:
+        return "nothing to do"
+    details = [artifacts.size(plan["bytes"])] if "bytes" in plan else []
+    for name, entry in plan.get("sources", {}).items():
+        counts = {"conversations": entry["conversations"], **entry["rejected"]}
+        details.append(f"{name}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+    more = f" ({'; '.join(details)})" if details else ""
+    return f"{plan['pending']:,} {UNITS[plan['stage']]}{more}"

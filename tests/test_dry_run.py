@@ -1,0 +1,47 @@
+"""The page of a dry run: a line a stage, each finding once, with the stage that it stops."""
+
+from conftest import CPU_CONFIG
+
+from drafter import config, dry_run, preflight
+
+
+def plans(**changes):
+    """What the stages of a new run say of themselves."""
+    said = {name: {"stage": name, "pending": 1, "findings": ["nothing is there yet"]} for name in config.STAGES}
+    sources = {"s": {"conversations": 101, "requests": 93, "rejected": {"held_out": 8}}}
+    said["01b_synthetic"] |= {"pending": 93, "findings": [], "sources": sources}
+    return [said[name] | changes.get(f"_{name}", {}) for name in config.STAGES]
+
+
+def page(monkeypatch, tmp_path, found, asked):
+    monkeypatch.setattr(preflight, "findings", lambda *_: found)
+    return list(dry_run.lines(config.load(CPU_CONFIG, [f"run.dir={tmp_path}"]), asked))
+
+
+def test_a_new_run_says_what_comes_first_and_what_waits(monkeypatch, tmp_path):
+    assert page(monkeypatch, tmp_path, {}, plans()) == [
+        f"run smollm2_cpu in {tmp_path}/smollm2_cpu",
+        "  01b_synthetic     93 requests to answer (s: 101 conversations, 8 held_out)",
+        "  02_hidden_states  waits for 01b_synthetic",
+        "  04_train          waits for 02_hidden_states",
+        "  05_export         waits for 04_train",
+        "  06_acceptance     waits for 05_export",
+        "nothing is known that would stop it",
+    ]
+
+
+def test_a_finding_stands_once_below_its_stage(monkeypatch, tmp_path):
+    twice = "no model at /nowhere"
+    found = {twice: "01b_synthetic", "no drafter at /nowhere": "04_train"}
+    lines = page(monkeypatch, tmp_path, found, plans(_01b_synthetic={"findings": [twice]}))
+    assert lines[1:3] == ["  01b_synthetic     cannot begin", f"      ! {twice}"]
+    assert lines[4:6] == ["  04_train          waits for 02_hidden_states", "      ! no drafter at /nowhere"]
+    assert lines[-1] == "2 to be put right (!) before `run_pipeline.sh` starts anything"
+
+
+def test_what_is_finished_has_nothing_to_do_and_the_next_stage_counts(monkeypatch, tmp_path):
+    done, rows = {"pending": 0, "findings": []}, {"pending": 1200, "bytes": 3 * 2**30, "findings": []}
+    lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic=done, _02_hidden_states=rows))
+    assert lines[1:3] == [
+        "  01b_synthetic     nothing to do", "  02_hidden_states  1,200 rows to read back (3.00 GiB)"
+    ]  # fmt: skip
