@@ -160,7 +160,6 @@ def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, un
     starts: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:
         starts.setdefault((unit.drafter, unit.num_speculative_tokens), []).append(unit)
-    progress = Progress(sum(len(sets[unit.prompt_set]) for unit in units), "prompts")
     for number, ((label, tokens), group) in enumerate(starts.items()):
         end = _share(deadline, len(starts) - number)
         if time.monotonic() >= deadline:
@@ -168,15 +167,19 @@ def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, un
         log_file = stage.folder / f"server-{Path(label).name}-{tokens}.log"
         with server.serving(config, "evaluate", drafters[label], tokens or 1, log_file):
             for position, unit in enumerate(group):
-                say("%s, %d tokens a draft, %s, concurrency %d", label, tokens, unit.prompt_set, unit.concurrency)
+                say(
+                    "measurement %d of %d: %s, %d tokens a draft, %s, concurrency %d",
+                    units.index(unit) + 1, len(units), label, tokens, unit.prompt_set, unit.concurrency,
+                )  # fmt: skip
                 settings = settings_of(config, unit.temperature)
                 until = _share(end, len(group) - position)
                 records = sets[unit.prompt_set]
+                progress = Progress(len(records), "prompts", at_once=unit.concurrency)
                 decoded = decode(config, settings, records, unit.concurrency, until, progress.advance)
+                progress.close()
                 check_decoded(unit, decoded)
                 if decoded.replies:
                     artifacts.write_json(unit_path(stage, unit), decoded.to_record())
-    progress.close()
 
 
 def check_decoded(unit: Unit, decoded: Decoded) -> None:

@@ -4,16 +4,21 @@ from collections.abc import Iterator
 from typing import Any
 
 
+def named(label: str) -> str:
+    """A drafter's label in words; a folder is its own name."""
+    return {"run": "the trained drafter", "warm_start": "the warm start", "none": "no drafter"}.get(label, label)
+
+
 def sentence(headline: dict[str, Any]) -> str:
     """The headline for a log."""
     parts = []
     if headline["acceptance_length"] is not None:
-        parts.append(f"acceptance length {length(headline)} with {headline['drafter']}")
+        parts.append(f"acceptance length {length(headline)} with {named(headline['drafter'])}")
     if headline["speed_up"] is not None:
         parts.append(f"{headline['speed_up']:.2f} times as fast as without a drafter")
     if headline["baseline"]:
-        parts.append(f"{headline['verdict']} against {headline['baseline']}")
-    return ", ".join([*parts, f"recommended to serve: {headline['recommended']}"])
+        parts.append(f"{headline['verdict']} against {named(headline['baseline'])}")
+    return ", ".join([*parts, f"recommended to serve: {named(headline['recommended'])}"])
 
 
 def length(headline: dict[str, Any]) -> str:

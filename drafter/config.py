@@ -376,7 +376,10 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         return loaded
     except ValidationError as error:
         problems = error.errors()
-        unknown = [e for e in problems if e["type"] == "extra_forbidden"]  # these drag follow-ups behind them
+        # A wrong entry drags follow-ups behind it: its list is too short without it.
+        inner = {e["loc"][:depth] for e in problems for depth in range(len(e["loc"]))}
+        problems = [e for e in problems if e["loc"] not in inner]
+        unknown = [e for e in problems if e["type"] == "extra_forbidden"]
         raise ConfigError(f"{path}: " + "; ".join(_explain(e) for e in unknown or problems)) from None
 
 
@@ -414,8 +417,8 @@ def _explain(error: dict) -> str:
     if error["type"] != "extra_forbidden":
         return f"{where}: {error['msg']}"
     known = list(_fields_at(Config, error["loc"][:-1]))
-    nearest = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.0)[0]
-    return f"unknown key {where}, did you mean {nearest}?"
+    nearest = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+    return f"unknown key {where}, " + (f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}")
 
 
 def _fields_at(model: type[BaseModel], loc: tuple) -> dict:

@@ -30,6 +30,8 @@ def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
         yield f"  {name:<17} {_work(each, before)}"
         for finding in (text for text, stopped in found.items() if stopped == name):
             yield f"      ! {finding}"
+        for note in each.get("notes", ()):
+            yield f"      {note}"
     if found:
         yield f"{len(found)} to be put right (!) before `run_pipeline.sh` starts anything"
     else:
@@ -41,6 +43,8 @@ def _work(plan: dict, before: list[config.StageName]) -> str:
         return f"waits for {before[0]}"
     if plan["findings"]:
         return "cannot begin"
+    if "notes" in plan:
+        return "all there is to do, how much is not known offline"
     if not plan["pending"]:
         return "nothing to do"
     details = [artifacts.size(plan["bytes"])] if "bytes" in plan else []

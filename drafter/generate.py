@@ -73,7 +73,7 @@ class Generation:
         self.folder = stage.folder
         self.store = rows.Store(stage.folder, self.settings.rows_per_shard)
         self.rejected = artifacts.Journal(stage.folder / prompts.REJECTED)
-        self.progress = Progress(len(work.pending), "rows")
+        self.progress = Progress(len(work.pending), "rows", at_once=stage.config.generate.concurrency)
         self.tokens = 0
         self.started, self._cpu = time.monotonic(), time.process_time()
         self._ends: list[float] = []  # when each worker found nothing left to do
@@ -338,9 +338,11 @@ def plan(stage: Stage) -> dict:
         try:
             mix = stage.folder if prompts.current(stage.config, stage.folder) else Path(scratch)
             meta = prompts.materialise(stage.config, mix)
-        except (ConfigError, ResumableError) as error:
+        except ConfigError as error:
             findings.append(str(error))
             return result
+        except ResumableError as error:  # only the hub has it, which offline nobody can ask
+            return result | {"notes": [str(error)]}
         work = Work(mix, stage.folder, stage.args.limit)
     table = meta["sources"]
     for name, entry in table.items():

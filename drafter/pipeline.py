@@ -6,6 +6,7 @@ command continues after any failure and does nothing after the end.
 
 import argparse
 import contextlib
+import difflib
 import json
 import logging
 import os
@@ -418,6 +419,8 @@ def main(argv: list[str] | None = None) -> int:
         words = [word for word in args.config if word != "status"]
         if len(words) > 1:
             raise ConfigError(f"one config a run, not {' and '.join(words)}")
+        if words and not Path(words[0]).exists() and difflib.get_close_matches(words[0], ["status"]):
+            raise ConfigError(f"no config file {words[0]}, did you mean status?")
         run_config = config.load(words[0] if words else default_config(), args.overrides)
         if "status" in args.config:
             print("\n".join(status.lines(run_config)))

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from drafter import artifacts, charts, config, disk, errors, html, process, stage
-from drafter.caveats import caveats, length
+from drafter.caveats import caveats, length, named
 from drafter.errors import StageError
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
@@ -161,13 +161,16 @@ def verdict(found: Found) -> str:
     if found.acceptance:
         head = found.acceptance["headline"]
         tone = {"better": "good", "worse": "bad"}.get(head["verdict"], "wait")
-        said = f"Acceptance length {length(head)} with {escape(str(head['drafter']))}: {escape(head['verdict'])}"
+        said = f"Acceptance length {length(head)} with {escape(named(head['drafter']))}"
         if head["baseline"]:
+            low, high = _signed(head["difference_low"]), _signed(head["difference_high"])
             said += (
-                f" against {escape(str(head['baseline']))}, difference {_signed(head['difference'])} "
-                f"({_signed(head['difference_low'])} to {_signed(head['difference_high'])})"
+                f": {escape(head['verdict'])} against {escape(named(head['baseline']))}, "
+                f"difference {_signed(head['difference'])} ({low} to {high})"
             )
-        advice = f"Recommended to serve: {escape(str(head['recommended']))}."
+        else:
+            said += ", no other drafter to compare it with"
+        advice = f"Recommended to serve: {escape(named(head['recommended']))}."
         if head["speed_up"]:
             advice += f" Decoding is {head['speed_up']:.2f} times as fast as without a drafter."
         return html.box(tone, said, advice)
@@ -186,8 +189,8 @@ def acceptance(found: Found) -> str:
         return ""
     head = found.acceptance["headline"]
     tiles = [
-        (length(head), f"tokens a step, {head['drafter']}"),
-        (f"{head['speed_up']:.2f}x" if head["speed_up"] else "", "tokens a second against none"),
+        (length(head), f"tokens a step, {named(head['drafter'])}"),
+        (f"{head['speed_up']:.2f}x" if head["speed_up"] else "", "tokens a second against no drafter"),
         (f"{head['tokens_per_second']:,.0f}" if head["tokens_per_second"] else "", "tokens a second"),
     ]
     shown = "".join(

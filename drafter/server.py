@@ -116,7 +116,7 @@ def wait(run_config: config.Config, role: config.Role, wanted: Callable[[], bool
             _show_tail(run_config, role)
             raise ResumableError(f"server {role} is not ready after {server.start_minutes:g} min: {reason}")
         if reason != shown or time.monotonic() - spoke >= 30:
-            log.info("server %s: waiting %.0f s, %s", role, waited, reason)
+            log.info("server %s is starting, %.0f s so far: %s", role, waited, reason)
             spoke, shown = time.monotonic(), reason
         time.sleep(min(1, 0.1 + waited / 10))
     if server.kind == "command":
@@ -191,7 +191,10 @@ def missing(run_config: config.Config, role: config.Role, patience: float | None
     except urllib.error.HTTPError as error:
         return f"{urlsplit(error.url).path} answers {error.code}"
     except (urllib.error.URLError, ConnectionError) as error:
-        return f"no answer at {server.url} ({getattr(error, 'reason', error)})"
+        why = getattr(error, "reason", error)
+        # What a server of ours does as long as it loads its model is no fault.
+        loads = server.kind != "external" and isinstance(why, ConnectionRefusedError)
+        return f"no answer at {server.url} " + ("yet" if loads else f"({why})")
     except TimeoutError:
         return f"{server.url} hangs: it accepts a request and does not answer"
     except (ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):

@@ -297,8 +297,9 @@ def _failure(stage: Stage | None, name: str, message: str) -> dict:
 class Progress:
     """A tqdm bar on a terminal, a plain line every 30 s elsewhere."""
 
-    def __init__(self, total: int, unit: str, done: int = 0, every: float = 30.0):
-        self.total, self.unit, self.done, self.every = total, unit, done, every
+    def __init__(self, total: int, unit: str, done: int = 0, every: float = 30.0, at_once: int = 0):
+        """Of `at_once` that run side by side the shortest end first: until all have, nothing is known of the end."""
+        self.total, self.unit, self.done, self.every, self.at_once = total, unit, done, every, at_once
         self._first = done
         self._started = self._spoke = time.monotonic()
         self._bar = None
@@ -319,8 +320,8 @@ class Progress:
 
     def line(self, **facts: Any) -> str:
         rate = (self.done - self._first) / max(time.monotonic() - self._started, 1e-9)
-        left = (self.total - self.done) / rate if rate else float("inf")
-        eta = "unknown" if left == float("inf") else f"{left / 60:.1f} min"
+        known = self.done - self._first > self.at_once
+        eta = f"{(self.total - self.done) / rate / 60:.1f} min" if known else "unknown"
         extra = "".join(f", {key.replace('_', ' ')} {value}" for key, value in facts.items())
         return f"{self.done}/{self.total} {self.unit}, {rate:.2f} {self.unit}/s, ETA {eta}{extra}"
 

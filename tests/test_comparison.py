@@ -174,11 +174,13 @@ def test_the_headline_reads_as_a_sentence():
     result = report({unit("warm_start"): decoded(0.4), unit("run"): decoded(0.7, seed=1)})
     said = sentence(result["headline"])
     length = result["headline"]["acceptance_length"]
-    assert said.startswith(f"acceptance length {length:.2f} (") and "better against warm_start" in said
-    assert said.endswith("recommended to serve: run")
+    assert said.startswith(f"acceptance length {length:.2f} (") and "better against the warm start" in said
+    assert said.endswith("recommended to serve: the trained drafter")
 
 
 def test_the_headline_says_a_length_whose_interval_is_not_known():
     result = report({unit("run"): decoded(0.7)})
     headline = result["headline"] | {"low": None, "high": None}
-    assert sentence(headline).startswith(f"acceptance length {headline['acceptance_length']:.2f} with run")
+    assert sentence(headline).startswith(
+        f"acceptance length {headline['acceptance_length']:.2f} with the trained drafter"
+    )

@@ -43,6 +43,17 @@ def test_unknown_key_is_refused_with_the_nearest_valid_one(override, nearest):
     assert "\n" not in str(caught.value)
 
 
+def test_an_unknown_key_that_is_like_no_other_names_all():
+    with pytest.raises(ConfigError, match="unknown key nonsense, there are run, target, servers, prompts, generate"):
+        config.load(DEFAULT, ["nonsense.key=1"])
+
+
+@pytest.mark.parametrize("override", ["prompts.0.count=-5", "prompts.0.turns=never"])
+def test_one_mistake_is_one_error(override):
+    with pytest.raises(ConfigError, match=r": prompts\.0\.\w+: [^;]+$"):
+        config.load(DEFAULT, [override])
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -45,3 +45,12 @@ def test_what_is_finished_has_nothing_to_do_and_the_next_stage_counts(monkeypatc
     assert lines[1:3] == [
         "  01b_synthetic     nothing to do", "  02_hidden_states  1,200 rows to read back (3.00 GiB)"
     ]  # fmt: skip
+
+
+def test_what_nobody_can_know_offline_is_a_note_and_no_finding(monkeypatch, tmp_path):
+    note = {"pending": 1, "findings": [], "notes": ["the hub has it"]}
+    lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic=note))
+    assert lines[1:3] == [
+        "  01b_synthetic     all there is to do, how much is not known offline", "      the hub has it"
+    ]  # fmt: skip
+    assert lines[-1] == "nothing is known that would stop it"

@@ -192,7 +192,7 @@ def test_the_whole_chain_runs_and_a_second_run_does_nothing_and_says_so(night):
     assert night.done() == STAGES
     assert json.loads(out)["status"] == "complete" and night.leftovers() == []
     code, out, err = night.run()
-    assert code == 0 and "nothing was done" in err and "waiting" not in err
+    assert code == 0 and "nothing was done" in err and "is starting" not in err
 
 
 def test_a_failing_stage_keeps_its_exit_code_and_the_rerun_continues_there(night):

@@ -103,9 +103,19 @@ def jsonl(path, records):
 def test_the_verdict_comes_first_with_intervals(finished):
     text = report.write(finished).read_text()
     first = re.sub("<[^>]+>", " ", text[text.index('class="verdict') :])[:400]
-    assert "Acceptance length 2.47 (2.31 to 2.63) with run: better against warm_start, difference +0.38" in first
-    assert "Recommended to serve: run" in first and "1.62 times" in first
+    assert "Acceptance length 2.47 (2.31 to 2.63) with the trained drafter: better against the warm start, " in first
+    assert "difference +0.38 (+0.21 to +0.55)" in first
+    assert "Recommended to serve: the trained drafter" in first and "1.62 times" in first
     assert text.index('class="verdict') < text.index("<h2>")
+
+
+def test_a_drafter_without_a_rival_is_said_so_in_words(finished):
+    path = finished.run_dir / "06_acceptance/acceptance.json"
+    alone = headline(verdict="not compared", baseline=None, recommended="none", speed_up=0.53)
+    write(path, json.loads(path.read_text()) | {"headline": alone})
+    text = report.write(finished).read_text()
+    assert "with the trained drafter, no other drafter to compare it with" in text and "not compared" not in text
+    assert "Recommended to serve: no drafter. Decoding is 0.53 times as fast as without a drafter." in text
 
 
 @pytest.mark.parametrize(

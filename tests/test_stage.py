@@ -183,6 +183,14 @@ def test_a_signal_ends_with_its_own_exit_code_after_saving(tmp_path, signum, cod
     assert json.loads(out)["status"] == "failed"
 
 
+def test_no_end_is_known_before_all_that_run_at_once_have_ended():
+    progress = stage.Progress(100, "rows", done=20, at_once=8)
+    progress.advance(8)
+    assert "ETA unknown" in progress.line()
+    progress.advance(1)
+    assert " min" in progress.line()
+
+
 def test_progress_line_shows_rate_and_eta():
     progress = stage.Progress(10, "rows")
     progress.advance(5)
