@@ -4,7 +4,6 @@
 command continues after any failure and does nothing after the end.
 """
 
-import argparse
 import contextlib
 import difflib
 import json
@@ -15,11 +14,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import get_args
 
 from drafter import (
+    arguments,
     artifacts,
     config,
     default_model,
@@ -34,7 +33,7 @@ from drafter import (
     supervise,
 )
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
-from drafter.stage import Parser, of_the_machine, positive, read_manifest
+from drafter.stage import of_the_machine, read_manifest
 
 log = logging.getLogger("drafter")
 
@@ -357,56 +356,15 @@ def _only_logged(what: str) -> Iterator[None]:
 def chosen(first: str | None, only: str | None) -> tuple[Step, ...]:
     """Raises ConfigError for a number that is no stage's."""
     numbers = [step.number for step in STEPS]
-    for number in (first, only):
-        if number and number not in numbers:
-            raise ConfigError(f"no stage {number}: choose from {', '.join(numbers)}")
-    if only:
-        return tuple(step for step in STEPS if step.number == only)
-    return STEPS[numbers.index(first) if first else 0 :]
+    number = only or first or numbers[0]
+    if number not in numbers:
+        raise ConfigError(f"no stage {number}: choose from {', '.join(numbers)}")
+    at = numbers.index(number)
+    return STEPS[at : at + 1 if only else None]
 
 
 def default_config() -> Path:
     return config.ROOT / "configs" / ("smollm2_gpu.yaml" if gpu.memory_used() else "smollm2_cpu.yaml")
-
-
-def parser() -> Parser:
-    result = Parser(prog="run_pipeline.sh", description=__doc__.splitlines()[0])
-    result.add_argument("config", nargs="*", metavar="[status] [CONFIG]", help="default: SmolLM2 on this machine")
-    which = result.add_mutually_exclusive_group()
-    which.add_argument("--from", dest="first", metavar="NN", help="start at this stage (01b, 02, 04, 05, 06)")
-    which.add_argument("--only", metavar="NN", help="this stage alone")
-    result.add_argument("--limit", type=positive, metavar="N", help="at most N rows a stage")
-    result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating")
-    instead = result.add_mutually_exclusive_group()
-    instead.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")
-    instead.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="offline: what each stage would do, what is missing; exits 0",
-    )
-    result.add_argument(
-        "--probe", action="store_true", help="with --plan: measure first what was never measured here"
-    )
-    result.add_argument("--done-by", metavar="HH:MM", help="with --plan: say what is done by then, and propose it")
-    result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    return result
-
-
-def _refuse_contradictions(args: argparse.Namespace) -> None:
-    """Raises ConfigError for arguments that say nothing together, so that none is ignored in silence."""
-    for time_of_day in (args.deadline, args.done_by):
-        plan.next_time(time_of_day, datetime.now())  # a wrong one is told now, not once 01b begins
-    if (args.probe or args.done_by) and not args.plan:
-        raise ConfigError("--probe and --done-by belong to a plan: write --plan before them")
-    part = {"--from": args.first, "--only": args.only, "--limit": args.limit}
-    given = [flag for flag, value in part.items() if value is not None]
-    if args.plan and given:
-        raise ConfigError(f"--plan is of the whole run: leave out {given[0]}")
-    flags = [*given, *(["--deadline"] if args.deadline else []), *(["--plan"] if args.plan else [])]
-    if "status" in args.config and (flags or args.dry_run):
-        raise ConfigError(f"status shows what is there: leave out {[*flags, '--dry-run'][0]}")
-    if args.deadline and (args.only or args.first or "01b") != "01b":
-        raise ConfigError("--deadline ends 01b, which is not to run: leave out one of the two")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -414,8 +372,7 @@ def main(argv: list[str] | None = None) -> int:
     interrupts.listen(*interrupts.SIGNALS)
     pipeline: Pipeline | None = None
     try:
-        args = parser().parse_args(argv)
-        _refuse_contradictions(args)
+        args = arguments.read(argv)
         words = [word for word in args.config if word != "status"]
         if len(words) > 1:
             raise ConfigError(f"one config a run, not {' and '.join(words)}")

@@ -9,7 +9,7 @@ import sys
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import config, pipeline
+from drafter import arguments, config, pipeline
 
 PAGES = (config.ROOT / "README.md", config.ROOT / "docs/operations.md")
 ELSEWHERE = ("sudo", "xdg-open", "tmux", "tests/run.sh", "journalctl", "systemctl", "operator")
@@ -32,7 +32,7 @@ def test_a_documented_command_is_understood(command, tmp_path):
         return
     here = ["--set", f"run.dir={tmp_path}"]
     if words[0] == "./run_pipeline.sh":
-        args = pipeline.parser().parse_args(words[1:])
+        args = arguments.read(words[1:])
         paths = [word for word in args.config if word != "status"] or [CPU_CONFIG]
         config.load(config.ROOT / paths[0], args.overrides)
         assert pipeline.chosen(args.first, args.only)
