@@ -97,10 +97,14 @@ class Pipeline:
 
     def _checked(self) -> Step | None:
         """The first step with something to do, once everything that is knowable of it and the later ones is right."""
-        first = next((step for step in self.steps if self.pending(step)), None)
-        if first:
-            self._preflight()
-        return first
+        try:
+            first = next((step for step in self.steps if self.pending(step)), None)
+            if first:
+                self._preflight()
+            return first
+        except StageError:
+            self._event("failed")
+            raise
 
     def _preflight(self) -> None:
         from drafter import preflight  # needs torch, which a finished run does without

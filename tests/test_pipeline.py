@@ -490,11 +490,12 @@ def test_two_runs_that_share_a_unit_refuse_each_other_by_name_and_leave_the_mach
     ("override", "finding"),
     [("target.model=/nowhere", "no model at /nowhere"), ("train.warm_start=/nowhere", "no drafter at /nowhere")],
 )
-def test_a_run_that_cannot_begin_leaves_nothing(made, override, finding):
-    night = made(override, f"servers.evaluate.python={SCRIPTS / 'fake_vllm'}")
+def test_a_run_that_cannot_begin_says_so_and_leaves_nothing(made, tmp_path, override, finding):
+    heard = tmp_path / "heard"
+    night = made(override, f"servers.evaluate.python={SCRIPTS / 'fake_vllm'}", f"run.on_event=echo $EVENT > {heard}")
     with pytest.raises(ConfigError, match=finding):
         night.run()
-    assert not night.config.run.dir.exists()
+    assert not night.config.run.dir.exists() and heard.read_text() == "failed\n"
 
 
 @pytest.mark.parametrize(
