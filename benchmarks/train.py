@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 PEAK = 790e12  # dense bf16 matrix FLOP/s measured on an H200
+STAGE = Path(__file__).with_name("train_stage.py")  # the part of that name
 PARTS = {"step": 210, "long": 60, "files": 120, "profile": 60, "stage": 400, "save": 120}  # name -> seconds at most
 
 
@@ -603,181 +604,9 @@ def part_save(shape: Shape, arguments) -> None:
         torch.cuda.empty_cache()
 
 
-def make_run(folder: Path, tiny: bool) -> list[str]:
-    """A finished stage 02 of random states in SmolLM2's shape, 2,000 rows; the arguments of 04_train.py for it."""
-    import torch
-    from safetensors.torch import save_file
-
-    from drafter import contracts, states
-
-    hidden, vocab, rows = (64, 512, 40) if tiny else (576, 49152, 2000)
-    model = folder / "model"
-    model.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 30,
-        "hidden_size": hidden, "intermediate_size": hidden * 8 // 3, "num_attention_heads": hidden // 64,
-        "num_key_value_heads": 1 if tiny else 3, "head_dim": 64, "vocab_size": vocab, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 1e5,
-    }  # fmt: skip
-    (model / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
-    embed = (torch.randn(vocab, hidden, generator=generator) * 0.05).bfloat16()
-    norm = torch.ones(hidden).bfloat16()
-    save_file({"model.embed_tokens.weight": embed, "model.norm.weight": norm}, model / "model.safetensors")
-    captured = folder / "runs/bench/02_hidden_states"
-    captured.mkdir(parents=True)
-    records = []
-    drawn = torch.randn(2048, 4, hidden, generator=generator).bfloat16()  # each row is a stretch of these
-    for index in range(rows):
-        row_id = f"{index:032x}"[::-1]
-        tokens = int(torch.randint(150, 450, (), generator=generator))
-        first = int(torch.randint(len(drawn) - tokens, (), generator=generator))
-        path = captured / contracts.states_path(row_id)
-        path.parent.mkdir(exist_ok=True)
-        tensors = {
-            "token_ids": torch.randint(vocab, (tokens,), generator=generator),
-            "hidden_states": drawn[first : first + tokens].clone(),
-        }
-        size = states.write(path, tensors, states.metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
-        spans = [[tokens // 3, tokens]]
-        entry = contracts.IndexEntry(row_id, row_id, "bench", tokens, tokens, spans, None, size)
-        records.append(json.dumps(entry.to_record()))
-    (captured / "index.jsonl").write_text("\n".join(records) + "\n")
-    manifest = {"stage": "02_hidden_states", "status": "complete", "question": {"schema": contracts.SCHEMA}}
-    (captured / "manifest.json").write_text(json.dumps(manifest))
-    settings = {
-        "run.name": "bench", "run.dir": folder / "runs", "target.model": model,
-        "target.max_seq_len": 512 if tiny else 4096, "train.draft_vocab_size": 256 if tiny else 32000,
-        "train.lr": 1e-4, "train.epochs": 3, "train.precision": "bf16" if torch.cuda.is_available() else "fp32",
-        "train.trainable": "[layer, fc, norms]", "train.validation_share": 0.1, "train.validate_every": 150,
-        "train.save_every": 150,
-    }  # fmt: skip
-    command = [str(ROOT / "04_train.py"), "--config", str(ROOT / "configs/smollm2_cpu.yaml")]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
-    return command
-
-
-def part_stage(shape: Shape, arguments) -> None:
-    """The whole of training as a user starts it, ours and speculators' in turns on the same rows: A B A B.
-
-    SmolLM2's shape, 2,000 rows, 3 epochs, packs of 4,096. The caches of compiled kernels are empty in the first turn
-    and kept for the second.
-    """
-    with scratch() as folder:
-        ours = [*make_run(folder, arguments.tiny), "--set", f"train.epochs={arguments.epochs}"]
-        theirs, rows = make_library_run(folder, arguments.tiny)
-        theirs, trained = [*theirs, "--epochs", str(arguments.epochs)], arguments.epochs * rows
-        for turn, state in enumerate(("cold", "cached")[: arguments.turns]):
-            caches = {f"{name}_CACHE_DIR": str(folder / "caches" / name) for name in ("TORCHINDUCTOR", "TRITON")}
-            environment = os.environ | caches
-            own = ["--set", f"run.name=turn{turn}", "--set", f"train.loader_workers={arguments.workers}"]
-            own += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
-            stage_turn(
-                [sys.executable, *ours, *own], environment, f"stage_{state}", folder / f"runs/turn{turn}/04_train"
-            )
-            if torch_sees_a_gpu():  # its trainer runs on nothing else
-                line = [*theirs, "--save-path", str(folder / f"library{turn}")]
-                started = time.perf_counter()
-                done = subprocess.run(line, env=environment, capture_output=True, text=True)
-                seconds = time.perf_counter() - started
-                if done.returncode:
-                    print((done.stdout + done.stderr)[-2000:], flush=True)
-                    raise SystemExit(f"speculators train failed: {done.returncode}")
-                metric(f"stage_{state}_speculators_process_s", seconds)
-                metric(f"stage_{state}_speculators_process_tokens_per_s", trained / seconds)
-
-
-def torch_sees_a_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def stage_turn(line: list[str], environment: dict[str, str], name: str, folder: Path) -> None:
-    started = time.perf_counter()
-    done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True)
-    seconds = time.perf_counter() - started
-    summary = json.loads(done.stdout.splitlines()[-1])
-    if done.returncode:
-        raise SystemExit(f"stage 04 failed: {summary.get('error')}")
-    seen = summary["facts"]["tokens_seen"]
-    metric(f"{name}_process_s", seconds)
-    metric(f"{name}_process_tokens_per_s", seen / seconds)
-    metric(f"{name}_body_s", summary["seconds"])
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    train = [record for record in steps if record["kind"] == "train"]
-    spent = [(r["tokens"] - p["tokens"]) / r["tokens_per_s"] for p, r in zip(train, train[1:], strict=False)]
-    metric(f"{name}_first_step_s", train[0]["tokens"] / train[0]["tokens_per_s"])
-    metric(f"{name}_steps_s", sum(spent))
-    rates = sorted(record["tokens_per_s"] for record in train)
-    metric(f"{name}_step_tokens_per_s_median", rates[len(rates) // 2])
-    slow = [s for s in spent if s > 0.5]
-    metric(f"{name}_steps_beyond_half_a_second", str(len(slow)))
-    validations = [record["seconds"] for record in steps if record["kind"] == "validation"]
-    metric(f"{name}_validations_s", sum(validations))
-    metric(f"{name}_first_validation_s", validations[0])
-    metric(f"{name}_expected_acceptance", steps[-1].get("expected_acceptance", 0.0))
-    metric(f"{name}_event_files", str(len(list(folder.glob("tensorboard/*")))))
-
-
-LIBRARY_TRAIN = """
-from speculators.losses import fused
-# torch 2.11 cannot compile two kernels that share one list of configurations.
-fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
-from speculators.train.cli import main
-from speculators.train.config import TrainConfig
-if __name__ == "__main__":
-    main(TrainConfig.resolve())
-"""
-
-
-def make_library_run(folder: Path, tiny: bool) -> tuple[list[str], int]:
-    """The rows of `make_run` as speculators reads them; its command line, and the tokens of an epoch."""
-    import numpy as np
-    from datasets import Dataset
-
-    from drafter import data, states
-
-    captured = folder / "runs/bench/02_hidden_states"
-    vocab, draft_vocab, pack = (512, 256, 512) if tiny else (49152, 32000, 4096)
-    dataset = folder / "library"
-    (dataset / "hidden_states").mkdir(parents=True)
-    columns: dict[str, list] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-    entries = data.read_index(captured)
-    for number, entry in enumerate(entries):
-        ids = states.read_header(captured / entry.path).token_ids
-        mask = np.zeros(len(ids), dtype=np.int64)
-        for start, end in entry.supervised:
-            mask[start:end] = 1
-        columns["input_ids"].append(ids.tolist())
-        columns["loss_mask"].append(mask.tolist())
-        columns["seq_len"].append(len(ids))
-        (dataset / f"hidden_states/hs_{number}.safetensors").symlink_to(captured / entry.path)
-    rows = Dataset.from_dict(columns)
-    rows.set_format("torch")
-    rows.save_to_disk(str(dataset))
-    kept = np.arange(draft_vocab) * (vocab // draft_vocab)
-    marked = np.zeros(vocab, dtype=bool)
-    marked[kept] = True
-    np.save(dataset / f"d2t-{draft_vocab}.npy", kept - np.arange(draft_vocab))
-    np.save(dataset / f"t2d-{draft_vocab}.npy", marked)
-    script = folder / "library_train.py"
-    script.write_text(LIBRARY_TRAIN)
-    options = {
-        "speculator-type": "eagle3", "verifier-name-or-path": folder / "model", "data-path": dataset,
-        "draft-vocab-size": draft_vocab, "target-layer-ids": "2 15 27", "mask-token-id": 0,
-        "full-attention-indices": 0, "total-seq-len": pack, "train-data-ratio": 0.9, "on-missing": "raise",
-        "optimizer": "adamw", "lr": 1e-4, "num-workers": 4, "log-dir": folder / "library_logs",
-    }  # fmt: skip
-    command = [sys.executable, str(script)]
-    for name, value in options.items():
-        command += [f"--{name}", *str(value).split()]
-    return command, sum(columns["seq_len"][: int(0.9 * len(entries))])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(description: str) -> argparse.Namespace:
+    """The arguments of every part."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each turn")
@@ -785,14 +614,19 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, choices=(1, 2), help="of the whole stage")
     parser.add_argument("--epochs", type=int, default=3, help="of the whole stage")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse(__doc__)
     if arguments.run:
         globals()[f"part_{arguments.run}"](TINY if arguments.tiny else KIMI, arguments)
         return
     failed = []
     for part in arguments.parts.split(","):
         started = time.perf_counter()
-        command = [sys.executable, __file__, "--run", part, *sys.argv[1:]]
+        script = [STAGE] if part == "stage" else [__file__, "--run", part]
+        command = [sys.executable, *script, *sys.argv[1:]]
         try:
             code = subprocess.run(command, timeout=PARTS[part]).returncode
         except subprocess.TimeoutExpired:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train as bench
+import train_stage
 
 KINDS = {"ddp": ("ddp", False), "fsdp2": ("fsdp2", True), "fsdp2_gathered": ("fsdp2", False)}  # kind, reshard
 PARTS = ("scaling", "equal", "ended")
@@ -219,7 +220,7 @@ class Runs:
 
     def __init__(self, folder: Path, world: int, tiny: bool):
         self.folder = folder
-        self.script = bench.make_run(folder, tiny)
+        self.script = train_stage.make_run(folder, tiny)
         self.tolerance = TOLERANCE["bf16" if "train.precision=bf16" in self.script else "fp32"]
         self.script += [
             "--set",

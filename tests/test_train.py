@@ -524,17 +524,18 @@ def test_uneven_rows_do_not_hang_the_ranks(target, tmp_path):
 def test_another_number_of_ranks_carries_on(target, warm_start, tmp_path, kind):
     """With the global batch fixed, two ranks finish what one began, and the other way round."""
     settings = {"parallel": kind, "tokens_per_step": 256, "warm_start": warm_start}
-    for name, first, second in (("grow", 1, 2), ("shrink", 2, 1), ("straight", 1, 1)):
+    for name, first, second in (("grow", 1, 2), ("shrink", 2, 1), ("same", 2, 2), ("straight", 1, 1)):
         (tmp_path / name).mkdir()
         path = captured.write_run(tmp_path / name, target, **settings, epochs=1)
         assert captured.train_on_ranks(first, path) == [0] * first
         assert captured.train_on_ranks(second, path, "train.epochs=2") == [0] * second
     losses = {
         name: [r["loss_total"] for r in captured.metrics(tmp_path / name / "config.yaml")]
-        for name in ("grow", "shrink", "straight")
+        for name in ("grow", "shrink", "same", "straight")
     }
     assert losses["grow"] == pytest.approx(losses["straight"], rel=1e-5)
     assert losses["shrink"] == pytest.approx(losses["straight"], rel=1e-5)
+    assert losses["same"] == pytest.approx(losses["straight"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, "fsdp2"), (2, "ddp")])
