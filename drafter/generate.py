@@ -240,7 +240,7 @@ class Generation:
         seconds = max(time.monotonic() - self.started, 1e-9)
         failures = {reason: count for reason, count in self._new.items() if reason in FAILURES}
         return {
-            "tok_s": round(self.tokens / seconds),
+            "tok/s": round(self.tokens / seconds),
             "in_flight": self.client.in_flight,
             **({"failed": failures} if failures else {}),
         }

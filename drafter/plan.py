@@ -280,23 +280,28 @@ def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now:
 
 
 def _platforms(run_config: config.Config, asked: int) -> list[str]:
-    """Where else: time and money of 01b to 04 on every platform for this size of model, its server already up."""
+    """Where else: time and money of 01b to 04 on every platform for this size of model, its server already up.
+
+    Of a rented one, also what it costs to move the states there.
+    """
     here = profile(default_profile(run_config))
-    rows, states = [], 0.0
+    rows, moves = [], []
     for other in map(profile, profiles()):
-        if other.model["hidden_size"] == here.model["hidden_size"]:
-            generate, extract, train = estimate(
-                run_config, of_profile(run_config, other), sizes(run_config, other), asked
-            )[:3]  # without a trial
-            made = generate.seconds + extract.start_seconds + extract.seconds + train.seconds
-            rows.append([other.title, duration(made), dollars(made, other.usd_per_hour)])
-            states = extract.bytes
-    hours, rented = moving(states) * (1 / 3600), profile("b300_x8").usd_per_hour
-    return [
-        table(["platform (01b, 02, 04)", "time", "cost"], rows),
-        f"moving {size(states)} of states over {LINK_GBIT} Gb/s: {hours.low:.1f} to {hours.high:.1f} h, "
-        f"{hours.low * rented.low:.0f} to {hours.high * rented.high:.0f} USD of idle GPUs: train where they are",
-    ]
+        if other.model["hidden_size"] != here.model["hidden_size"]:
+            continue
+        generate, extract, train = estimate(
+            run_config, of_profile(run_config, other), sizes(run_config, other), asked
+        )[:3]  # without a trial
+        made = generate.seconds + extract.start_seconds + extract.seconds + train.seconds
+        rows.append([other.title, duration(made), dollars(made, other.usd_per_hour)])
+        if other.usd_per_hour.high:
+            hours = moving(extract.bytes) * (1 / 3600)
+            cost = f"{hours.low * other.usd_per_hour.low:.0f} to {hours.high * other.usd_per_hour.high:.0f} USD"
+            moves.append(
+                f"moving {size(extract.bytes)} of states to {other.title} over {LINK_GBIT} Gb/s: {hours.low:.1f} to "
+                f"{hours.high:.1f} h, {cost} of idle GPUs: train where they are"
+            )
+    return [table(["platform (01b, 02, 04)", "time", "cost"], rows), *moves]
 
 
 def next_time(text: str | None, now: datetime) -> datetime | None:

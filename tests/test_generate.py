@@ -755,7 +755,7 @@ def test_progress_shows_rate_load_and_failures(lab, monkeypatch, caplog):
         assert lab.run() == 0
     lines = [line for line in caplog.messages if "rows/s" in line]
     assert re.fullmatch(
-        r"20/20 rows, [\d.]+ rows/s, ETA 0.0 min, tok s \d+, in flight \d, failed {'request_refused': 1}", lines[-1]
+        r"20/20 rows, [\d.]+ rows/s, ETA 0.0 min, tok/s \d+, in flight \d, failed {'request_refused': 1}", lines[-1]
     )
     assert "truncated_share" in caplog.text  # the table by source
 
