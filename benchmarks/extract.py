@@ -455,7 +455,10 @@ def write(args: argparse.Namespace) -> None:
         metric(f"disk_round{number}_MB_per_s", size / seconds / 1e6)
         metric(f"disk_durable_round{number}_MB_per_s", size / durable / 1e6)
         shutil.rmtree(folder)
-        rig = Rig(folder, layers, hidden, blocks, device, num_writer_threads=args.threads, queue_gb=args.queue_gb)
+        rig = Rig(
+            folder, layers, hidden, blocks, device, longest=tokens,
+            num_writer_threads=args.threads, queue_gb=args.queue_gb,
+        )  # fmt: skip
         rig.cache.normal_()
         held = [list(range(1 + i * (blocks // 4), 1 + i * (blocks // 4) + -(-tokens // BLOCK))) for i in range(4)]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -470,7 +473,7 @@ def write(args: argparse.Namespace) -> None:
             request, _kept, _reply = rig.finish(ids, params({part: ids}, layers, args.dtype), held[slot])
             owner[request] = slot
             longest = max(longest, step(rig, owner, free))
-        while rig.worker._waiting or rig.worker._copying or rig.worker._queued:
+        while rig.busy:
             longest = max(longest, step(rig, owner, free))
             time.sleep(0.001)
         seconds = time.monotonic() - started
@@ -484,7 +487,7 @@ def write(args: argparse.Namespace) -> None:
         metric(f"connector_round{number}_longest_step_ms", longest * 1e3)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         metric(f"connector_round{number}_memory_growth_GiB", grown * 1024 / artifacts.GIB)
-        rig.worker.shutdown()
+        rig.close()
     shutil.rmtree(folder)
 
 

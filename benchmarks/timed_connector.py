@@ -1,9 +1,8 @@
-"""Our connector under a clock: where an engine step's time and a written file's time go.
+"""Our connector under a clock: where an engine step's time goes.
 
 For `benchmarks/extract.py` alone; vLLM loads it by `kv_connector_module_path`. Twice a second the totals of a process
 (scheduler and worker may share one) are written to `timings/<pid>.json` in the folder of the connector: {name:
-[seconds, calls]}. Times of the engine's thread are wall-clock and nested where their names say so; those of the
-writers add up over the threads.
+[seconds, calls]}. Times are wall-clock, of the engine's thread, and nested where their names say so.
 """
 
 import json
@@ -12,7 +11,6 @@ import threading
 import time
 from collections import defaultdict
 
-from drafter import states
 from drafter.connector import HiddenStatesWriter
 
 TOTALS: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -60,9 +58,6 @@ def _time_engine() -> None:
     timed(HiddenStatesWriter, "request_finished", "connector.request_finished")
     timed(HiddenStatesWriter, "get_finished", "connector.get_finished")
     timed(HiddenStatesWriter, "_gather", "connector.gather")
-    timed(HiddenStatesWriter, "_write", "writer.file")
-    timed(states, "check_tensors", "writer.check")
-    timed(states, "write", "writer.write")
 
 
 def _report(path) -> None:

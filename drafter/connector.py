@@ -1,4 +1,4 @@
-"""Runs inside vLLM: hands every request's hidden states to writer threads, which check, write and rename.
+"""Runs inside vLLM: hands every request's hidden states to a writing process, which checks, writes and renames.
 
 A request names its file in `kv_transfer_params`:
 
@@ -21,17 +21,16 @@ tensor parallelism 0.26 waits for a notice from every rank while only one writes
 """
 
 import contextlib
-import errno
 import fcntl
 import functools
-import json
+import math
 import os
 import socket
-import threading
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
@@ -42,7 +41,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from drafter import states
-from drafter.errors import RowError
+from drafter.writer import File, Region, Writer
 
 logger = init_logger(__name__)
 
@@ -85,11 +84,11 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
             self._writer, self._alive = _announce(self._root / ".writers")
 
         # worker side, on the rank that writes
-        self._queue_bytes = int(extra("queue_gb", 4) * 1e9)
+        longest = self._rounded(vllm_config.model_config.max_model_len)
+        self._queue_bytes = max(int(extra("queue_gb", 4) * 1e9), self._bytes(longest, len(self._captured)))
+        self._threads = extra("num_writer_threads", 8)
         self._waiting: deque[Save] = deque()  # their cache blocks are held, which slows the engine down at last
         self._copying: dict[str, torch.cuda.Event | None] = {}
-        self._queued = 0
-        self._queued_lock = threading.Lock()
 
     def get_finished_count(self) -> int:
         return 1  # one rank writes and reports
@@ -138,52 +137,87 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
 
     # worker side
 
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self._is_tp_rank_zero:
+            self._open_queue()
+
+    def _open_queue(self) -> None:
+        self._out = Writer(self._queue_bytes, self._threads)
+        self._arena = torch.frombuffer(self._out.arena, dtype=torch.uint8)
+        if self._kv_cache.is_cuda:  # pinned, so that copies run beside the next step
+            runtime = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(self._arena.data_ptr(), len(self._arena), 0))
+
     def wait_for_save(self) -> None:
         pass  # states lie in the cache until the request has finished
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Start the copies that fit the queue; report the requests whose blocks may be freed."""
+        """Start the copies that fit the queue; report the requests whose blocks may be freed.
+
+        Raises RuntimeError, which ends the engine, once the writing process is dead.
+        """
         if not self._is_tp_rank_zero:
             return None, None
+        self._out.check()
         if self.has_connector_metadata():
             self._waiting.extend(self._get_connector_metadata().new)
-        while group := self._take():
-            self._start(group)
+        while group := self._next():
+            region = self._out.reserve(self._size(group))
+            if region is None:
+                break
+            for _ in group:
+                self._waiting.popleft()
+            self._start(group, region)
         done = {req_id for req_id, event in self._copying.items() if event is None or event.query()}
         for req_id in done:
             del self._copying[req_id]
         return done or None, None
 
     def shutdown(self) -> None:
-        self._executor.shutdown(wait=True)
+        if self._is_tp_rank_zero:
+            self._out.close()
 
-    def _size(self, save: Save) -> int:
-        return len(save.token_ids) * len(save.layer_ids) * self._hidden_size * 2
-
-    def _take(self) -> list[Save]:
-        """The next saves that fit the queue and are copied together; an only one may be larger than the queue."""
+    def _next(self) -> list[Save]:
+        """The first saves of those that wait, as many as are copied together."""
         group: list[Save] = []
-        size = 0
-        with self._queued_lock:
-            while self._waiting:
-                save = self._waiting[0]
-                size += self._size(save)
-                full = self._queued + size > self._queue_bytes and (group or self._queued)
-                if full or (group and (size > GATHER_BYTES or not _alike(save, group[0]))):
-                    break
-                group.append(self._waiting.popleft())
-            self._queued += sum(map(self._size, group))
+        for save in self._waiting:
+            large = self._size([*group, save]) > min(GATHER_BYTES, self._out.size // 4)
+            if group and (large or not _alike(save, group[0])):
+                break
+            group.append(save)
         return group
 
-    def _start(self, group: list[Save]) -> None:
-        """Queue the copy from the cache and the writes behind it."""
-        files, event = self._gather(group)
-        for save, tensors in zip(group, files, strict=True):
-            self._copying[save.req_id] = event
-            self._executor.submit(self._write, save, tensors, event)
+    def _size(self, group: list[Save]) -> int:
+        """Bytes of a group's copy, whole blocks of the cache; the compact format needs less."""
+        return sum(self._bytes(self._rounded(len(save.token_ids)), len(save.layer_ids)) for save in group)
 
-    def _gather(self, group: list[Save]) -> tuple[list[dict[str, Tensor]], "torch.cuda.Event | None"]:
-        """Each file's tensors in host memory, complete once the event (None: now) has happened.
+    def _bytes(self, tokens: int, layers: int) -> int:
+        return tokens * layers * self._hidden_size * 2
+
+    def _rounded(self, tokens: int) -> int:
+        return -(-tokens // self._block_size) * self._block_size
+
+    def _start(self, group: list[Save], region: Region) -> None:
+        """Queue the copy from the cache and the writes behind it."""
+        gathered, event = self._gather(group, region)
+        files = []
+        for save, tensors in zip(group, gathered, strict=True):
+            self._copying[save.req_id] = event
+            row_id = save.part.name.partition(".")[0]
+            facts = states.metadata(row_id, self._model, save.layer_ids, save.dtype)
+            files.append(File(save.part, np.array(save.token_ids), self._placed(tensors), facts))
+        self._out.submit(region, files, event.synchronize if event is not None else lambda: None)
+
+    def _placed(self, tensors: dict[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        base = self._arena.data_ptr()
+        return {
+            name: (array.dtype.str, array.shape, array.ctypes.data - base)
+            for name, array in states.arrays(tensors).items()
+        }
+
+    def _gather(self, group: list[Save], region: Region) -> tuple[list[dict[str, Tensor]], "torch.cuda.Event | None"]:
+        """Each file's states as tensors in the arena, complete once the event (None: now) has happened.
 
         One kernel and one copy serve all saves of a group: a row of a few hundred tokens would cost the engine more
         in launches than in bytes.
@@ -198,7 +232,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         shapes = states.shapes(len(ids) * self._block_size, len(first.layer_ids), self._hidden_size, first.dtype)
         del shapes["token_ids"]
         on_gpu = cache.is_cuda
-        host = {name: torch.empty(shape, dtype=dtype, pin_memory=on_gpu) for name, (dtype, shape) in shapes.items()}
+        host = {name: self._space(region, dtype, shape) for name, (dtype, shape) in shapes.items()}
         event = None
         with self._on_copy_stream() if on_gpu else contextlib.nullcontext():
             blocks = torch.tensor(ids).to(cache.device, non_blocking=True)
@@ -213,14 +247,18 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
                 for name, part in parts.items():
                     host[name][place].copy_(part, non_blocking=True)
             if on_gpu:
-                event = torch.cuda.Event(blocking=True)  # writers that wait must not spin on the engine's cores
+                event = torch.cuda.Event(blocking=True)  # who waits must not spin on the engine's cores
                 event.record()
         files, start = [], 0
         for save in group:
-            own = {name: tensor[start : start + len(save.token_ids)] for name, tensor in host.items()}
-            files.append({"token_ids": torch.tensor(save.token_ids), **own})
+            files.append({name: tensor[start : start + len(save.token_ids)] for name, tensor in host.items()})
             start += self._blocks(save) * self._block_size
         return files, event
+
+    def _space(self, region: Region, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        start = region.take(size)
+        return self._arena[start : start + size].view(dtype).view(shape)
 
     def _blocks(self, save: Save) -> int:
         return -(-len(save.token_ids) // self._block_size)
@@ -231,31 +269,6 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         stream.wait_stream(torch.cuda.current_stream())  # the forward pass that filled the cache
         with torch.cuda.stream(stream):
             yield
-
-    def _write(self, save: Save, tensors: dict[str, Tensor], event: "torch.cuda.Event | None") -> None:
-        """In a writer thread: check, write beside the part, rename; or leave the reason."""
-        own = save.part.with_suffix(".writing")
-        try:
-            if event is not None:
-                event.synchronize()
-            states.check_tensors(tensors)
-            row_id = save.part.name.partition(".")[0]
-            facts = states.metadata(row_id, self._model, save.layer_ids, save.dtype)
-            save.part.parent.mkdir(parents=True, exist_ok=True)
-            states.write(own, tensors, facts)
-            os.rename(own, save.part)
-        except RowError as error:
-            _report(save.part, {"reason": error.reason, "detail": error.detail})
-        except OSError as error:
-            own.unlink(missing_ok=True)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            _report(save.part, {"reason": "disk_full" if full else "failed", "detail": str(error)})
-        except Exception as error:
-            logger.exception("writing %s", save.part)
-            _report(save.part, {"reason": "failed", "detail": repr(error)})
-        finally:
-            with self._queued_lock:
-                self._queued -= self._size(save)
 
 
 def _alike(one: Save, other: Save) -> bool:
@@ -277,14 +290,3 @@ def _announce(folder: Path) -> tuple[str, int]:
 @functools.lru_cache(maxsize=4096)
 def _is_below(root: Path, folder: Path) -> bool:
     return folder.resolve().is_relative_to(root)
-
-
-def _report(part: Path, reason: dict) -> None:
-    """Best effort: on a full disk an empty file may be all that fits, and the client has a time limit besides."""
-    logger.error("no hidden states at %s: %s", part, reason)
-    own = part.with_suffix(".writing")
-    with contextlib.suppress(OSError):
-        part.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text(json.dumps(reason))
-    with contextlib.suppress(OSError):
-        os.rename(own, part.with_suffix(".error"))

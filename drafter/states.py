@@ -1,8 +1,4 @@
-"""Hidden-state files: their bytes, their checks, reading and writing. Knows nothing of vLLM.
-
-A file is a safetensors file whose header is padded and whose `token_ids` come first, so that one read of the first
-few KB gives everything but the states, and the size of a file follows from its token count alone.
-"""
+"""Hidden-state files as tensors: made, checked, read. Knows nothing of vLLM; their bytes are in state_bytes.py."""
 
 import fcntl
 import hashlib
@@ -11,23 +7,23 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from drafter import state_bytes
 from drafter.contracts import SCHEMA
 from drafter.errors import ContractError, RowError
+from drafter.state_bytes import FINAL, Dtype
 
-HEADER_STEP = 1024  # headers are padded to a multiple, so that tensors are aligned and sizes are exact
-FINAL = "final layer before final norm"
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-
-Dtype = Literal["bf16", "fp8"]
 
 _NAMES = {torch.int64: "I64", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+
+metadata = state_bytes.metadata  # a file's writer needs it without this module's imports
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +44,6 @@ class States:
         return json.loads(self.metadata["layer_ids"])
 
 
-def metadata(row_id: str, model: str, layer_ids: list[int] | tuple[int, ...], dtype: Dtype) -> dict[str, str]:
-    """What a file says about itself."""
-    return {
-        "row_id": row_id,
-        "model": model,
-        "layer_ids": json.dumps(list(layer_ids), separators=(",", ":")),
-        "final": FINAL,
-        "dtype": dtype,
-        "schema": str(SCHEMA),
-    }
-
-
 def shapes(tokens: int, layers: int, hidden: int, dtype: Dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Tensors of a file, in file order."""
     ids = {"token_ids": (torch.int64, (tokens,))}
@@ -76,7 +60,8 @@ def file_bytes(tokens: int, hidden: int, facts: dict[str, str]) -> int:
     """Exact size of the file that `write` makes for `facts` (from `metadata`)."""
     layers = len(json.loads(facts["layer_ids"]))
     spec = shapes(tokens, layers, hidden, facts["dtype"])
-    return len(_header(spec, facts, 0)) + sum(_size(*entry) for entry in spec.values())
+    named = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in spec.items()}
+    return len(state_bytes.header(named, facts, 0)) + sum(_size(*entry) for entry in spec.values())
 
 
 def compact(hidden_states: Tensor) -> dict[str, Tensor]:
@@ -115,82 +100,23 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """CPU tensors as state_bytes.py takes them."""
+    return {name: tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
+
+
 def check_tensors(tensors: dict[str, Tensor]) -> None:
-    """Raises RowError("bad_states") for lengths, values, zeros or repetitions that no forward pass gives.
-
-    `tensors`: a file's, on the CPU. Works on bit patterns, which order like the magnitudes they stand for.
-    """
-    tokens = len(tensors["token_ids"])
-    for name, tensor in tensors.items():
-        if len(tensor) != tokens:
-            raise RowError("bad_states", f"{name} has {len(tensor)} positions, token_ids has {tokens}")
-    if "hidden_states" in tensors:
-        _check_bits(tensors["hidden_states"].view(torch.uint16).numpy(), 0x7FFF, 0x7F80)
-        return
-    _check_bits(tensors["aux"].view(torch.uint8).numpy(), 0x7F, 0x7F)
-    _check_bits(tensors["final"][:, None].view(torch.uint16).numpy(), 0x7FFF, 0x7F80)
-    scale = tensors["aux_scale"].numpy()
-    if not (np.isfinite(scale) & (scale > 0)).all():
-        raise RowError("bad_states", "a scale that is not finite and positive")
-
-
-def _check_bits(bits: np.ndarray, mask: int, not_finite: int) -> None:
-    """bits: [T, L, H], the sign being the bit that `mask` leaves out."""
-    magnitude = np.max(bits & bits.dtype.type(mask), axis=-1)
-    for layer in range(bits.shape[1]):
-        column = magnitude[:, layer]
-        if column.max() >= not_finite:
-            raise RowError("bad_states", f"slot {layer} is not finite at token {int(np.argmax(column))}")
-        if column.min() == 0:
-            raise RowError("bad_states", f"slot {layer} is zero at token {int(np.argmin(column))}")
-        same = np.array_equal(bits[0, layer], bits[-1, layer])
-        if len(bits) > 1 and same and (bits[:, layer] == bits[0, layer]).all():
-            raise RowError("bad_states", f"slot {layer} is the same at every token")
-        for other in range(layer):
-            if np.array_equal(bits[0, layer], bits[0, other]) and np.array_equal(bits[:, layer], bits[:, other]):
-                raise RowError("bad_states", f"slots {other} and {layer} are the same")
+    """Raises RowError("bad_states") for CPU tensors that no forward pass gives (state_bytes.check)."""
+    state_bytes.check(arrays(tensors))
 
 
 def write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> int:
-    """Write CPU `tensors` (in file order, contiguous) to `path` and return the size. Ordinary file mode, no sync.
-
-    The checksum over all bytes, itself counted as zeros, goes into the metadata. Raises OSError; then the caller
-    removes what is left.
-    """
-    spec = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    views = [memoryview(tensor.view(torch.uint8).numpy()).cast("B") for tensor in tensors.values()]
-    checksum = zlib.crc32(_header(spec, facts, 0))
-    for view in views:
-        checksum = zlib.crc32(view, checksum)
-    size = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        for view in [memoryview(_header(spec, facts, checksum)), *views]:
-            size += len(view)
-            while view:
-                view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)
-    return size
+    """Write CPU `tensors` (in file order, contiguous) to `path` and return the size. Raises OSError."""
+    return state_bytes.write(path, arrays(tensors), facts)
 
 
 def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return size
-
-
-def _header(spec: dict, facts: dict[str, str], checksum: int) -> bytes:
-    tree: dict = {"__metadata__": {"format": "pt", **facts, "crc32": f"{checksum:08x}"}}
-    position = 0
-    for name, (dtype, shape) in spec.items():
-        end = position + _size(dtype, shape)
-        tree[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(tree, separators=(",", ":")).encode("ascii")
-    total = -(-(8 + len(text)) // HEADER_STEP) * HEADER_STEP
-    return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
+    return state_bytes.array_bytes(_NAMES[dtype], shape)
 
 
 @dataclass(frozen=True, slots=True)

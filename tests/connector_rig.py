@@ -1,6 +1,10 @@
 """The real connector over a cache of our own, driven by hand: vLLM's code and ours, without an engine."""
 
 import itertools
+import mmap
+import os
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +14,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
-from drafter import states
+from drafter import states, writer
 from drafter.connector import HiddenStatesWriter
 
 BLOCK = 16
@@ -20,9 +24,10 @@ class Rig:
     """Both sides of one connector. `cache` is [blocks, layers, BLOCK, H], or the order of vLLM 0.26 when `old`."""
 
     def __init__(
-        self, root: Path, layer_ids, hidden: int, blocks=64, device="cpu", old=False, writer=None, model="", **extra
-    ):
-        writer = writer or HiddenStatesWriter
+        self, root: Path, layer_ids, hidden: int, blocks=64, device="cpu", old=False, connector=None, model="",
+        longest=1024, **extra,
+    ):  # fmt: skip
+        connector = connector or HiddenStatesWriter
         transfer = KVTransferConfig(
             kv_connector="HiddenStatesWriter",
             kv_role="kv_producer",
@@ -32,14 +37,21 @@ class Rig:
         vllm_config = SimpleNamespace(
             kv_transfer_config=transfer,
             cache_config=SimpleNamespace(block_size=BLOCK),
-            model_config=SimpleNamespace(served_model_name="tiny", model=str(model), get_hidden_size=lambda: hidden),
+            model_config=SimpleNamespace(
+                served_model_name="tiny",
+                model=str(model),
+                max_model_len=longest,
+                get_hidden_size=lambda: hidden,
+            ),
             speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=draft)),
         )
-        self.scheduler = writer(vllm_config, KVConnectorRole.SCHEDULER, None)
-        self.worker = writer(vllm_config, KVConnectorRole.WORKER, None)
+        self.scheduler = connector(vllm_config, KVConnectorRole.SCHEDULER, None)
+        self.worker = connector(vllm_config, KVConnectorRole.WORKER, None)
         # Since 0.32 the layers lie before the positions of a block, in a buffer that is still ordered by position.
         self.cache = torch.zeros(blocks, BLOCK, len(layer_ids), hidden, dtype=torch.bfloat16, device=device)
         self.worker._kv_cache = self.cache if old else self.cache.transpose(1, 2)
+        self.worker._open_queue()
+        self.close = self.worker.shutdown
         self._numbers = itertools.count()
         self._next_block = 1
 
@@ -74,11 +86,24 @@ class Rig:
         self.worker.clear_connector_metadata()
         return done or set()
 
+    @property
+    def busy(self) -> bool:
+        return bool(self.worker._waiting or self.worker._copying or self.worker._out.queued)
+
     def drain(self) -> None:
         """Steps until nothing is queued."""
         self.step()
-        while self.worker._waiting or self.worker._copying or self.worker._queued:
+        while self.busy:
             self.step()
+
+
+def in_a_thread(arena: int, pipe: Connection, size: int, threads: int) -> SimpleNamespace:
+    """Instead of `drafter.writer.start`: the writing process's work in this one, where a test can reach into it."""
+    theirs = Connection(os.dup(pipe.fileno()))
+    work = (mmap.mmap(arena, size), theirs, threads, os.getppid())
+    thread = threading.Thread(target=writer.serve, args=work, daemon=True)
+    thread.start()
+    return SimpleNamespace(wait=thread.join)
 
 
 def params(parts: dict[Path, list[int]], layer_ids, dtype: states.Dtype = "bf16") -> dict:

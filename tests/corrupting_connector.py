@@ -17,11 +17,11 @@ class CorruptingWriter(HiddenStatesWriter):
         self._folder = Path(vllm_config.model_config.model)
         self._last = None
 
-    def _gather(self, group):
-        files = [self._corrupt(save) for save in group]
+    def _gather(self, group, region):
+        files = [self._corrupt(save, region) for save in group]
         return files, None
 
-    def _corrupt(self, save):
+    def _corrupt(self, save, region):
         kind = save.part.name.partition("-")[0]
         *aux, final = save.layer_ids
         layers = {
@@ -29,7 +29,7 @@ class CorruptingWriter(HiddenStatesWriter):
             "shifted": [*(layer + 1 for layer in aux), final],  # the auxiliary layers, one too late
             "permuted": [aux[1], aux[0], *aux[2:], final],
         }.get(kind, save.layer_ids)
-        [tensors], event = super()._gather([replace(save, layer_ids=layers)])
+        [tensors], event = super()._gather([replace(save, layer_ids=layers)], region)
         if event is not None:
             event.synchronize()
         hidden = tensors["hidden_states"]

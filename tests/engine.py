@@ -22,11 +22,13 @@ from tests.connector_rig import Rig
 class Engine:
     """Serves the tiny flat model on a free port of 127.0.0.1, in a thread."""
 
-    def __init__(self, model: Path, root: Path, captured=tiny_models.LAYER_IDS, writer=None, port=0, **extra):
+    def __init__(self, model: Path, root: Path, captured=tiny_models.LAYER_IDS, connector=None, port=0, **extra):
         self.port = port
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.captured = sorted(captured)
-        self.rig = Rig(root, self.captured, tiny_models.HIDDEN, blocks=4096, writer=writer, model=model, **extra)
+        self.rig = Rig(
+            root, self.captured, tiny_models.HIDDEN, blocks=4096, connector=connector, model=model, **extra
+        )
         self.plan: Callable[[dict], str | None] = lambda body: None  # "hang", "500", "no file", "no reply"
         self.sick = False  # fails every request, whatever it asks for
         self.requests: list[dict] = []
@@ -44,6 +46,7 @@ class Engine:
     def __exit__(self, *_exc) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
+        self.rig.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -3,7 +3,10 @@
 import errno
 import json
 import os
-import threading
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -12,11 +15,29 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from drafter import states
-from tests.connector_rig import Rig, params
+from drafter import state_bytes, states
+from tests import connector_rig
+from tests.connector_rig import params
 
 LAYERS = (2, 5, 7, 9)
 HIDDEN = 64
+
+
+class Rig(connector_rig.Rig):
+    """Closed after the test, with its process."""
+
+    opened: list["Rig"] = []
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.opened.append(self)
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    while Rig.opened:
+        Rig.opened.pop().close()
 
 
 def row(tokens: int, seed: int = 0, layers: int = len(LAYERS)):
@@ -189,11 +210,12 @@ def test_states_that_no_forward_pass_gives_never_become_a_part(tmp_path, kind, d
 def test_a_failed_write_reaches_the_client(tmp_path, monkeypatch, number, reason):
     """H15"""
 
-    def fail(path, tensors, facts):
+    def fail(path, arrays, facts):
         path.write_bytes(b"half")
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(states, "write", fail)
+    monkeypatch.setattr("drafter.writer.start", connector_rig.in_a_thread)
+    monkeypatch.setattr(state_bytes, "write", fail)
     rig = Rig(tmp_path, LAYERS, HIDDEN)
     ids, hidden = row(40)
     rig.finish(ids, params({tmp_path / "a.1.part": ids}, LAYERS), rig.fill(hidden))
@@ -202,28 +224,93 @@ def test_a_failed_write_reaches_the_client(tmp_path, monkeypatch, number, reason
     assert json.loads((tmp_path / "a.1.error").read_text())["reason"] == reason
 
 
-def test_a_full_queue_holds_blocks_and_memory_until_the_disk_has_caught_up(tmp_path, monkeypatch):
-    """H15: the engine keeps its blocks, so it slows down; it neither fails nor fills the memory."""
-    tokens, size = 32, 32 * len(LAYERS) * HIDDEN * 2
-    rig = Rig(tmp_path, LAYERS, HIDDEN, queue_gb=3.5 * size / 1e9, num_writer_threads=2)
-    disk = threading.Event()
-    write = states.write
-    monkeypatch.setattr(states, "write", lambda *args: (disk.wait(30), write(*args))[1])
-    rows = [row(tokens, seed=i) for i in range(10)]
+def stopped(rig, parts, rows) -> set[str]:
+    """Finish `rows` while the writing process stands still, as on a disk that does; the requests that are freed."""
+    os.kill(rig.worker._out.pid, signal.SIGSTOP)
     freed = set()
+    for part, (ids, hidden) in zip(parts, rows, strict=True):
+        rig.finish(ids, params({part: ids}, LAYERS), rig.fill(hidden))
+        freed |= rig.step()
+    return freed | {request for _ in range(5) for request in rig.step()}
+
+
+def test_a_full_queue_holds_blocks_and_memory_until_the_disk_has_caught_up(tmp_path):
+    """H15: the engine keeps its blocks, so it slows down; it neither fails nor fills the memory."""
+    size = 32 * len(LAYERS) * HIDDEN * 2
+    rig = Rig(tmp_path, LAYERS, HIDDEN, longest=64, queue_gb=3 * size / 1e9, num_writer_threads=2)
+    rows = [row(32, seed=i) for i in range(10)]
+    freed = stopped(rig, [tmp_path / f"{i}.1.part" for i in range(10)], rows)
+    assert len(freed) == 3 and rig.worker._out.queued == 3 * size and len(rig.worker._waiting) == 7
+    os.kill(rig.worker._out.pid, signal.SIGCONT)
+    rig.drain()
+    for i, (ids, hidden) in enumerate(rows):
+        read = states.read_states(tmp_path / f"{i}.1.part")
+        assert read.token_ids.tolist() == ids and torch.equal(read.final, hidden[:, -1])
+
+
+def test_rows_of_all_lengths_go_round_the_queue_unharmed(tmp_path):
+    """Its memory is a ring: a row that does not fit before its end stands at its start."""
+    rig = Rig(tmp_path, LAYERS, HIDDEN, longest=300, queue_gb=0.0004)
+    lengths = torch.randint(1, 300, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [row(tokens, seed=i) for i, tokens in enumerate(lengths)]
     for i, (ids, hidden) in enumerate(rows):
         rig.finish(ids, params({tmp_path / f"{i}.1.part": ids}, LAYERS), rig.fill(hidden))
-        freed |= rig.step()
-    for _ in range(5):
-        freed |= rig.step()
-    assert len(freed) == 3 and rig.worker._queued == 3 * size and len(rig.worker._waiting) == 7
-    disk.set()
+        if i % 3 == 0:
+            rig.step()
     rig.drain()
-    assert len(list(tmp_path.glob("*.part"))) == 10
+    for i, (ids, hidden) in enumerate(rows):
+        read = states.read_states(tmp_path / f"{i}.1.part")
+        assert read.token_ids.tolist() == ids
+        assert torch.equal(torch.cat([read.aux, read.final[:, None]], 1), hidden)
+
+
+def test_when_the_engine_dies_nothing_appears_later(tmp_path):
+    """H11: a file of a dead server is never on its way, so who finds the server dead may sweep."""
+    program = (
+        "import sys, os, signal; from pathlib import Path; sys.argv[0] = 'engine'\n"
+        "from tests.test_connector import *\n"
+        f"root = Path({str(tmp_path)!r}); rig = connector_rig.Rig(root, LAYERS, HIDDEN)\n"
+        "stopped(rig, [root / f'{i}.1.part' for i in range(3)], [row(40, i) for i in range(3)])\n"
+        "print(rig.worker._out.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as engine:
+        writer = next(int(line) for line in engine.stdout if line.strip().isdigit())
+        assert engine.wait() == -signal.SIGKILL
+        os.kill(writer, signal.SIGCONT)
+    while is_alive(writer):
+        time.sleep(0.01)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_engine_whose_writing_process_died_ends(tmp_path):
+    """H11: rather than to answer requests whose files never come."""
+    rig = Rig(tmp_path, LAYERS, HIDDEN)
+    os.kill(rig.worker._out.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="has died"):
+        while True:
+            rig.step()
+
+
+def test_what_is_queued_is_written_before_the_engine_ends(tmp_path):
+    rig = Rig(tmp_path, LAYERS, HIDDEN)
+    for i in range(20):
+        ids, hidden = row(200, seed=i)
+        rig.finish(ids, params({tmp_path / f"{i}.1.part": ids}, LAYERS), rig.fill(hidden))
+    rig.step()
+    rig.close()
+    assert len(list(tmp_path.glob("*.part"))) == 20
 
 
 def test_a_row_larger_than_the_queue_passes_alone(tmp_path):
-    rig = Rig(tmp_path, LAYERS, HIDDEN, queue_gb=1e-9)
+    rig = Rig(tmp_path, LAYERS, HIDDEN, longest=32, queue_gb=1e-9)
     for i in range(3):
         ids, hidden = row(32, seed=i)
         rig.finish(ids, params({tmp_path / f"{i}.1.part": ids}, LAYERS), rig.fill(hidden))

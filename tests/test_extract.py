@@ -20,10 +20,11 @@ import yaml
 
 pytest.importorskip("vllm")
 
-from drafter import artifacts, capture, config, contracts, extraction, probe, stage, states, worklist
+from drafter import artifacts, capture, config, contracts, extraction, probe, stage, state_bytes, states, worklist
 from drafter.errors import ContractError
 from tests import tiny_models
 from tests.conftest import free_port
+from tests.connector_rig import in_a_thread
 from tests.corrupting_connector import CorruptingWriter
 from tests.engine import Engine
 
@@ -119,6 +120,11 @@ def run(tmp_path, tiny):
 
 
 @pytest.fixture
+def writer_in_a_thread(monkeypatch):
+    monkeypatch.setattr("drafter.writer.start", in_a_thread)
+
+
+@pytest.fixture
 def engine(run, tiny):
     with Engine(tiny, run.folder) as engine:
         yield engine
@@ -182,7 +188,7 @@ def test_wrong_states_are_caught_before_anything_is_published(tmp_path, tiny, ca
     """H01, H02, H04, H05, H06"""
     rows = make_rows(1, "right", low=50) + make_rows(11, kind, first=1, low=50)
     run = Run(tmp_path, tiny, rows)
-    with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8), writer=CorruptingWriter) as engine:
+    with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8), connector=CorruptingWriter) as engine:
         code, summary = run.extract(capsys, engine.port)
         assert code == 1 and KINDS[kind] in summary["error"], summary["error"]
         assert run.files() == {} and run.index() == []
@@ -194,7 +200,7 @@ def test_wrong_states_are_caught_before_anything_is_published(tmp_path, tiny, ca
 def test_states_that_go_wrong_later_are_caught_at_the_shard_s_end_and_withdrawn(tmp_path, tiny, capsys):
     rows = make_rows(8, "right", low=50) + make_rows(4, "early", first=8, low=50)
     run = Run(tmp_path, tiny, rows)
-    with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8), writer=CorruptingWriter) as engine:
+    with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8), connector=CorruptingWriter) as engine:
         code, summary = run.extract(capsys, engine.port, "--set", "extract.rows_per_shard=4")
         assert code == 1 and "withdrawn" in summary["error"]
         assert not [name for name in run.files() if name.startswith("early")]
@@ -454,13 +460,13 @@ def test_a_reply_that_lies_about_its_form_is_one_line(run, engine, capsys, monke
     found, summary = run.extract(capsys, engine.port)
     assert (found, "our bug" in summary.get("error", "")) == (code, False)
     assert said in summary.get("error", "")
-    assert bool(run.files()) is (code == 0)
+    assert bool(published(run)) is (code == 0)
 
 
-def test_a_late_file_is_waited_for(run, engine, capsys, monkeypatch):
+def test_a_late_file_is_waited_for(run, writer_in_a_thread, engine, capsys, monkeypatch):
     """H08"""
-    write = states.write
-    monkeypatch.setattr(states, "write", lambda *args: (time.sleep(0.3), write(*args))[1])
+    write = state_bytes.write
+    monkeypatch.setattr(state_bytes, "write", lambda *args: (time.sleep(0.3), write(*args))[1])
     assert run.extract(capsys, engine.port)[0] == 0
     run.assert_exactly_the_rows()
 
@@ -591,21 +597,23 @@ def test_the_reserve_stops_a_run_cleanly_and_it_goes_on_later(run, engine, capsy
     run.assert_exactly_the_rows()
 
 
-def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(run, engine, capsys, monkeypatch):
+def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(
+    run, writer_in_a_thread, engine, capsys, monkeypatch
+):
     """H15"""
-    write = states.write
+    write = state_bytes.write
 
-    def full(path, tensors, facts):
+    def full(path, arrays, facts):
         if facts["row_id"] == run.rows[8].row_id:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        return write(path, tensors, facts)
+        return write(path, arrays, facts)
 
-    monkeypatch.setattr(states, "write", full)
+    monkeypatch.setattr(state_bytes, "write", full)
     code, summary = run.extract(capsys, engine.port)
     assert code == 3 and "no space left" in summary["error"]
     assert all(name.endswith((".safetensors", ".error")) for name in run.files())
-    monkeypatch.setattr(states, "write", write)
+    monkeypatch.setattr(state_bytes, "write", write)
     assert run.extract(capsys, engine.port)[0] == 0
     run.assert_exactly_the_rows()
 
