@@ -276,6 +276,7 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
             return
         log.info("server %s runs with other arguments: stopping it first", role)
         _stop(run_config, role)
+    config.read_architecture(run_config.target.model)  # a model that is not there would be vLLM's to find out
     address = urlsplit(server.url)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free

@@ -255,6 +255,13 @@ def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_p
     assert server.missing(elsewhere, "generate").endswith("is a server that this run did not start, of smollm2")
 
 
+def test_a_model_that_is_not_there_is_said_before_anything_is_started(role):
+    run_config = config.load(CPU_CONFIG, [*role().origin.overrides, "target.model=/nowhere", "run.name=other"])
+    with pytest.raises(ConfigError, match="no model at /nowhere"):
+        server.up(run_config, "generate")
+    assert not run_config.run_dir.exists()
+
+
 def test_a_drafter_needs_a_role_that_is_ours_to_start(role, tmp_path):
     with (
         pytest.raises(ConfigError, match="must be a `command`"),
