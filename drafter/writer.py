@@ -204,7 +204,8 @@ def write(arena: mmap.mmap, file: File) -> None:
 
 def _report(part: Path, reason: dict) -> None:
     """Best effort: on a full disk an empty file may be all that fits, and the client has a time limit besides."""
-    print(f"no hidden states at {part}: {reason}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the log may be on the same disk
+        print(f"no hidden states at {part}: {reason}", file=sys.stderr, flush=True)
     own = part.with_suffix(".writing")
     with contextlib.suppress(OSError):
         part.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The connector's promises, kept without an engine: vLLM's class and ours over a cache that the tests fill."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -222,6 +223,23 @@ def test_a_failed_write_reaches_the_client(tmp_path, monkeypatch, number, reason
     rig.drain()
     assert [path.name for path in tmp_path.glob("a.*")] == ["a.1.error"]
     assert json.loads((tmp_path / "a.1.error").read_text())["reason"] == reason
+
+
+def test_a_log_on_the_full_disk_keeps_neither_the_report_nor_the_queue(tmp_path, monkeypatch):
+    """H15: a server's log lies in the run's folder, beside its states."""
+
+    def fail(path, arrays, facts):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("drafter.writer.start", connector_rig.in_a_thread)
+    monkeypatch.setattr(state_bytes, "write", fail)
+    ids, hidden = row(40)
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
+        rig = Rig(tmp_path, LAYERS, HIDDEN)
+        rig.finish(ids, params({tmp_path / "a.1.part": ids}, LAYERS), rig.fill(hidden))
+        rig.drain()
+    assert json.loads((tmp_path / "a.1.error").read_text())["reason"] == "disk_full"
 
 
 def stopped(rig, parts, rows) -> set[str]:
