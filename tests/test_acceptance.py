@@ -39,6 +39,18 @@ def one_word_drafter(model: Path, folder: Path, token: int) -> Path:
     return folder
 
 
+def one_word_length(run: config.Config, drafter: str, word: int) -> float:
+    """The acceptance length, counted over its answers, of a drafter that says `word` three times a step."""
+    steps = accepted = 0
+    for unit in (unit for unit in units(run) if unit.drafter == drafter):
+        for reply in acceptance.read_unit(the_stage(run), unit).replies:
+            ids = reply.token_ids[1:]  # the first token comes from the prompt, without a draft
+            while ids:
+                right = next((i for i, token in enumerate(ids[:3]) if token != word), min(3, len(ids)))
+                steps, accepted, ids = steps + 1, accepted + right, ids[right + 1 :]
+    return 1 + accepted / steps
+
+
 def held_out(run: config.Config) -> None:
     path = run.stage_dir("01b_synthetic") / "held_out.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,6 +302,7 @@ def test_an_a_a_comparison_served_by_vllm(tmp_path, model):
     for m in (warm, ours):
         assert m["streams_agree"]
         assert 1 < m["low"] <= m["acceptance_length"] <= m["high"] < 4
+        assert m["acceptance_length"] == pytest.approx(one_word_length(run, m["drafter"], COMMA), abs=0.01)
         assert len(m["per_position"]) == 3
         assert m["acceptance_length"] == pytest.approx(1 + sum(m["per_position"]))
         assert m["reasoning_length"] or m["answer_length"]
