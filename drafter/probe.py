@@ -31,6 +31,7 @@ RELATIVE = 0.15  # of an auxiliary layer's norm; two bf16 implementations differ
 SMALL_BYTES = 2 << 30  # of weights, for a target that is loaded to compare its layers
 LAYER_TOKENS = 32  # of a row whose layers are computed a second time, on the CPU
 CHUNK = 128  # positions whose logits are held at once
+THREADS = 8  # of a probe: dozens wait for each other in loops, which takes cores from the server (docs/measurements.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Probe:
 
     def __init__(self, config: Config):
         self.config = config
+        torch.set_num_threads(min(THREADS, torch.get_num_threads()))
         with_target = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._verifier = with_target.submit(_verifier, config)
         self._reference = with_target.submit(load_reference, config.target.model)
