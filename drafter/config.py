@@ -364,7 +364,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         raise ConfigError(f"no config file {path}") from None
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must be a mapping of sections")
@@ -390,7 +390,7 @@ def _apply(tree: dict, override: str) -> None:
     *parents, last = key.split(".")
     try:
         value = _value(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"--set {override}: the value is not YAML") from None
     node: Any = tree
     try:

@@ -66,6 +66,7 @@ def test_one_mistake_is_one_error(override):
         ("prompts.7.count=1", "no such place"),
         ("run.name=../up", "run.name"),
         ("prompts=[", "is not YAML"),
+        ("run.name=2026-11-31", "is not YAML"),  # to YAML a date, of a day that there is not
         ("generate.temperature=.inf", "finite"),
         ("generate.top_p=0", "greater than 0"),
         ("train.betas=[2, 3]", "less than 1"),
