@@ -87,6 +87,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         longest = self._rounded(vllm_config.model_config.max_model_len)
         self._queue_bytes = max(int(extra("queue_gb", 4) * 1e9), self._bytes(longest, len(self._captured)))
         self._threads = extra("num_writer_threads", 8)
+        self._out: Writer | None = None
         self._waiting: deque[Save] = deque()  # their cache blocks are held, which slows the engine down at last
         self._copying: dict[str, torch.cuda.Event | None] = {}
 
@@ -175,7 +176,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         return done or None, None
 
     def shutdown(self) -> None:
-        if self._is_tp_rank_zero:
+        if self._out is not None:
             self._out.close()
 
     def _next(self) -> list[Save]:

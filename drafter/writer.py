@@ -129,12 +129,14 @@ class Writer:
     def _send(self) -> None:
         self._sent: dict[int, Region] = {}
         with contextlib.suppress(OSError):  # the process is dead, which the other thread sees
-            while (job := self._copies.get()) is not None:
-                region, files, copied = job
-                copied()
-                self._sent[region.start] = region
-                self._pipe.send((region.start, files))
-            self._pipe.send(None)
+            try:
+                while (job := self._copies.get()) is not None:
+                    region, files, copied = job
+                    copied()
+                    self._sent[region.start] = region
+                    self._pipe.send((region.start, files))
+            finally:  # after a copy that failed as well, which ends the engine
+                self._pipe.send(None)
 
     def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError):

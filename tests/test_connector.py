@@ -317,6 +317,22 @@ def test_an_engine_whose_writing_process_died_ends(tmp_path):
             rig.step()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_copy_that_fails_ends_the_engine(tmp_path):
+    """H11: its error comes in a thread, which the engine does not look at."""
+    rig = Rig(tmp_path, LAYERS, HIDDEN)
+    out = rig.worker._out
+    out.submit(out.reserve(1), [], lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="has died"):
+        while True:
+            rig.step()
+    rig.close()
+
+
+def test_the_scheduler_side_and_one_that_never_started_shut_down_in_silence(tmp_path):
+    Rig(tmp_path, LAYERS, HIDDEN).scheduler.shutdown()
+
+
 def test_what_is_queued_is_written_before_the_engine_ends(tmp_path):
     rig = Rig(tmp_path, LAYERS, HIDDEN)
     for i in range(20):
