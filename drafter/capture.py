@@ -87,9 +87,13 @@ class Capture:
                 if error.reason == "failed":
                     raise ResumableError(f"no answer to {item.row_id} ({error.detail}); run it again") from None
                 raise ConfigError(f"the extract server refuses {item.row_id}: {error}") from None
-            found, _late = await self.collect(sent, writer, asked)
-            if not isinstance(found.get(item), Path):
-                raise ContractError(f"the server's hidden states are wrong: {found.get(item) or 'no file came'}")
+            found, late = await self.collect(sent, writer, asked)
+            if item in late and late[item].reason == "failed":
+                raise ResumableError(f"no file for {item.row_id} ({late[item].detail}); run it again")
+            if isinstance(outcome := found.get(item) or late[item], RowError):
+                if outcome.reason == "disk_full":
+                    raise ResumableError(f"no space left below {self.folder}; free some and run the same again")
+                raise ContractError(f"the server's hidden states are wrong: {outcome}")
             parts[item] = found[item]
         return parts
 

@@ -597,14 +597,15 @@ def test_the_reserve_stops_a_run_cleanly_and_it_goes_on_later(run, engine, capsy
     run.assert_exactly_the_rows()
 
 
+@pytest.mark.parametrize("place", [0, 8], ids=["in the first probe", "later"])
 def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(
-    run, writer_in_a_thread, engine, capsys, monkeypatch
+    place, run, writer_in_a_thread, engine, capsys, monkeypatch
 ):
     """H15"""
     write = state_bytes.write
 
     def full(path, arrays, facts):
-        if facts["row_id"] == run.rows[8].row_id:
+        if facts["row_id"] == run.rows[place].row_id:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
         return write(path, arrays, facts)
@@ -616,6 +617,18 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(
     monkeypatch.setattr(state_bytes, "write", write)
     assert run.extract(capsys, engine.port)[0] == 0
     run.assert_exactly_the_rows()
+
+
+def test_a_server_that_dies_before_the_first_files_is_gone_not_wrong(run, engine, capsys):
+    """H08: what it was to write says nothing about its states."""
+
+    def die(_body) -> str:
+        os.close(engine.rig.scheduler._alive)
+        return "no file"
+
+    engine.plan = die
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 3 and "the server died" in summary["error"]
 
 
 def test_a_journal_that_cannot_be_written_stops_the_run_with_one_line(run, engine, capsys, monkeypatch, caplog):
