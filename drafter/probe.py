@@ -31,7 +31,7 @@ RELATIVE = 0.15  # of an auxiliary layer's norm; two bf16 implementations differ
 SMALL_BYTES = 2 << 30  # of weights, for a target that is loaded to compare its layers
 LAYER_TOKENS = 32  # of a row whose layers are computed a second time, on the CPU
 CHUNK = 128  # positions whose logits are held at once
-THREADS = 8  # of a probe: dozens wait for each other in loops, which takes cores from the server (docs/measurements.md)
+THREADS = 8  # of a probe: more wait for each other in loops, which takes cores from the server (docs/measurements.md)
 
 
 @dataclass(frozen=True, slots=True)
