@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import aiohttp
 import openai
 
+from drafter import interrupts
 from drafter.config import Server
 from drafter.errors import ConfigError, Interrupted, ResumableError, RowError
 
@@ -209,6 +210,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         def stop(signum: int) -> None:
             if not caught:  # a second signal must not cut the saving short
                 task.cancel()
+                interrupts.taken(signum)
             caught.append(signum)
 
         for signum in SIGNALS:

@@ -67,6 +67,12 @@ def held() -> Iterator[None]:
             raise Interrupted(_received)
 
 
+def taken(signum: int) -> None:
+    """An event loop's own handler had the first one: those after the loop are later ones."""
+    global _received
+    _received = signum
+
+
 def _note(signum: int, _frame) -> None:
     global _received, _held_back
     if _received is not None or _muted:
