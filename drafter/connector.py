@@ -117,6 +117,8 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
 
     def _plan(self, req_id: str, params: dict, prompt: list[int], block_ids: list[int]) -> Save:
         """Raises ValueError, KeyError, TypeError or AttributeError on parameters that cannot be honoured."""
+        if not params["layer_ids"] or len(set(params["layer_ids"])) < len(params["layer_ids"]):
+            raise ValueError(f"layers {params['layer_ids']}: at least one, each once")  # else they may never fit
         if unknown := sorted(set(params["layer_ids"]) - set(self._captured)):
             raise ValueError(f"layers {unknown} are not captured; the server was started with {self._captured}")
         if params["dtype"] not in ("bf16", "fp8"):

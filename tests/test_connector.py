@@ -89,6 +89,9 @@ def test_a_request_takes_the_layers_it_names_of_those_captured(tmp_path):
     assert torch.equal(read.aux, hidden[:, [0, 2]]) and torch.equal(read.final, hidden[:, 4])
     _id, kept, reply = rig.finish(ids, params({tmp_path / "b.1.part": ids}, (2, 4, 9)), blocks)
     assert not kept and "[4] are not captured" in reply["error"] and "[2, 3, 5, 6, 9]" in reply["error"]
+    for wrong in ((), (2, 2, 9)):  # of any number of layers one would wait for room in the queue for ever
+        _id, kept, reply = rig.finish(ids, params({tmp_path / "b.1.part": ids}, wrong), blocks)
+        assert not kept and "each once" in reply["error"]
 
 
 def test_many_prompts_of_one_request_each_get_their_own_file(tmp_path):
