@@ -275,7 +275,7 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
         if record["command"] == line:
             return
         log.info("server %s runs with other arguments: stopping it first", role)
-        _stop(run_config, role)
+    _stop(run_config, role)  # also what outlived a dead one: once the new one is recorded, nobody would end it
     config.read_architecture(run_config.target.model)  # a model that is not there would be vLLM's to find out
     address = urlsplit(server.url)
     with socket.socket() as probe:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -194,6 +195,19 @@ def test_down_ends_every_process_of_the_server(role, fake):
     assert len(process.members(leader)) == (2 if "orphan" in fake else 1)
     server.down(run_config, "generate")
     assert not process.members(leader)
+
+
+def test_what_outlived_a_killed_server_is_ended_before_the_next_starts(role):
+    """R02: its workers hold the GPUs, and its record, the only one that knows of them, is written over."""
+    run_config = role(fake="orphan")
+    server.up(run_config, "generate")
+    leader = session(run_config)
+    os.kill(leader, signal.SIGKILL)
+    while process.birth(leader):
+        time.sleep(0.01)
+    assert process.members(leader)
+    server.up(run_config, "generate")
+    assert not process.members(leader) and session(run_config) != leader
 
 
 def test_a_record_from_before_a_reboot_is_no_process_of_ours(role, tmp_path):
