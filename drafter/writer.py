@@ -218,7 +218,7 @@ def _report(part: Path, reason: dict) -> None:
 
 def main() -> None:
     arena, pipe, size, threads, engine = map(int, sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
         serve(mmap.mmap(arena, size), Connection(pipe), threads, engine)
