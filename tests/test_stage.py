@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 
+import drafter
 from drafter import config, stage
 from drafter.errors import ConfigError, ContractError, ResumableError
 
@@ -196,3 +197,24 @@ def test_progress_line_shows_rate_and_eta():
     progress.advance(5)
     line = progress.line(in_flight=2)
     assert line.startswith("5/10 rows") and "ETA" in line and line.endswith("in flight 2")
+
+
+def bare(*program: str) -> subprocess.CompletedProcess:
+    """A program in an interpreter that has no package but Python's own."""
+    return subprocess.run(
+        [sys.executable, "-S", *program], cwd=config.ROOT, capture_output=True, text=True, timeout=30
+    )
+
+
+@pytest.mark.parametrize("program", [*(path.name for path in sorted(config.ROOT.glob("0*.py"))), "-m drafter.report"])
+def test_outside_the_environment_one_line_says_where_it_is(program):
+    done = bare(*program.split(), "--help")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("no module '") and "source .venv/bin/activate" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["drafter.gone", "asyncio.gone", "yaml.gone", "this"])
+def test_another_missing_module_is_a_bug_and_shows_its_trace(module, capsys):
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    drafter._without_packages(ModuleNotFoundError, error, None)
+    assert f"No module named {module!r}" in capsys.readouterr().err
