@@ -34,6 +34,7 @@ RETRIED = frozenset({"failed", "conversation_ended"})  # by the next run after o
 FAILURES_ALLOWED = 5  # before their share means anything
 MUTE_ROWS = 20  # thinking rows without any reasoning before the run is stopped
 FRAME_TOKENS = 64  # what a template may put around one message
+BROKEN_NAMED = 5  # conversations that cannot be used; an open data set has many
 DRAIN = 16  # times the concurrency: how many requests at the end are ordered by expected length
 
 
@@ -275,6 +276,7 @@ def prepare(stage: Stage) -> Work:
     stage.facts |= before.get("facts", {})
     meta = prompts.materialise(stage.config, stage.folder)
     stage.facts |= {"prompts_sha256": meta["sha256"], "sources": meta["sources"]}
+    _name_broken_lines(stage.folder)
     if before.get("status") != "complete":
         prompts.forget_rejections(stage.folder, RETRIED)
     work = Work(stage.folder, stage.folder, stage.args.limit)
@@ -343,11 +345,21 @@ def plan(stage: Stage) -> dict:
             return result
         except ResumableError as error:  # only the hub has it, which offline nobody can ask
             return result | {"notes": [str(error)]}
+        _name_broken_lines(mix)
         work = Work(mix, stage.folder, stage.args.limit)
     table = meta["sources"]
     for name, entry in table.items():
         say("%s: %d conversations, %d requests, rejected %s", name, *entry.values())
     return result | {"pending": len(work.pending), "requests": len(work.requests), "sources": table}
+
+
+def _name_broken_lines(mix: Path) -> None:
+    """Say which conversations of whose sources cannot be used, and why: a person can mend the first few."""
+    broken = [r for r in prompts.read_rejections(mix) if r["at"] == "prompts" and r["reason"] == "bad_conversation"]
+    for record in broken[:BROKEN_NAMED]:
+        say("prompts %s: rejected: %s", record["source"], record["detail"])
+    if len(broken) > BROKEN_NAMED:
+        say("and %d more, in %s", len(broken) - BROKEN_NAMED, prompts.REJECTED)
 
 
 def clock(text: str) -> str:

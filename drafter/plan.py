@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from drafter import artifacts, config, stage
+from drafter import artifacts, config, sources, stage
 from drafter.artifacts import size
 from drafter.errors import ConfigError
 from drafter.rates import (
@@ -119,7 +119,7 @@ def rows_asked(run_config: config.Config) -> int | None:
     """Rows of the configured sources: their counts, or the lines of local files. None when a source is open-ended."""
     total = 0
     for source in run_config.prompts:
-        lines = sum(1 for _ in artifacts.read_jsonl(source.path)) if source.path and source.path.exists() else None
+        lines = sources.count(source)
         if source.count is None and lines is None:
             return None
         total += min(source.count or lines, lines or source.count)

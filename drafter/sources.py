@@ -21,6 +21,12 @@ ROLES = {
 EXTRAS = ("name", "tool_calls", "tool_call_id")  # of a message, beside role and content
 
 
+class BrokenLine(str):
+    """The text of a line that is not JSON; `why` says where it is and what is wrong with it."""
+
+    why: str
+
+
 def read_conversation(record: Any) -> tuple[list[dict], list | None, str]:
     """Messages in OpenAI form, tools, and the default for `turns`: `first` for the open sets' schema, else `last`.
 
@@ -28,6 +34,8 @@ def read_conversation(record: Any) -> tuple[list[dict], list | None, str]:
     before the first user turn dropped, neighbouring user turns joined by a blank line.
     Raises RowError (`no_user_turn`, `bad_conversation`).
     """
+    if isinstance(record, BrokenLine):
+        raise RowError("bad_conversation", record.why)
     if not isinstance(record, dict):
         raise RowError("bad_conversation", "not a JSON object")
     turns = "last" if "messages" in record else "first"
@@ -91,7 +99,7 @@ def _read_tools(tools: Any) -> list | None:
 
 
 def read_source(source: Source) -> Iterator[Any]:
-    """The source's records; a line that is not JSON comes as its text, to be rejected by name.
+    """The source's records; a line that is not JSON comes as a BrokenLine, to be rejected by name.
 
     Raises ConfigError for what is not there, ResumableError when the hub does not answer.
     """
@@ -106,12 +114,24 @@ def read_source(source: Source) -> Iterator[Any]:
 
 def _read_lines(path: Path) -> Iterator[Any]:
     with open(path, "rb") as file:
-        for line in file:  # by line feed only: U+2028 is text
+        for number, line in enumerate(file, 1):  # by line feed only: U+2028 is text
             if line.strip():
                 try:
                     yield json.loads(line)
-                except (ValueError, RecursionError):
-                    yield line.decode("utf-8", errors="replace")
+                except (ValueError, RecursionError) as error:
+                    broken = BrokenLine(line.decode("utf-8", errors="replace"))
+                    broken.why = f"{path} line {number} is not JSON: {getattr(error, 'msg', error)}"
+                    yield broken
+
+
+def count(source: Source) -> int | None:
+    """Conversations that a local source holds, whatever is wrong with them; None on the hub or where nothing is."""
+    if not source.path or not source.path.exists():
+        return None
+    if source.path.is_dir() or source.path.suffix == ".parquet":
+        return sum(1 for _ in _read_parquet(source.path))
+    with open(source.path, "rb") as file:
+        return sum(1 for line in file if line.strip())
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:

@@ -354,6 +354,19 @@ def test_a_line_nested_beyond_reading_is_rejected_by_name(tmp_path):
     assert meta["sources"]["a"]["rejected"] == {"bad_conversation": 1, "held_out": 1}
 
 
+def test_a_line_that_is_not_json_is_rejected_with_file_line_and_reason(tmp_path):
+    write(tmp_path / "a.jsonl", [human(("human", f"q{i}")) for i in range(3)])
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write('\n{"conversations": [}\n')
+    config_ = mix(tmp_path, {"name": "a"})
+    materialise(config_, tmp_path / "out")
+    (broken,) = (r for r in prompts.read_rejections(tmp_path / "out") if r["reason"] == "bad_conversation")
+    assert broken["source"] == "a" and broken["detail"].startswith(
+        f"{tmp_path / 'a.jsonl'} line 5 is not JSON: Expecting"
+    )
+    assert sources.count(config_.prompts[0]) == 4
+
+
 def test_a_missing_source_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere.jsonl does not exist"):
         materialise(mix(tmp_path, {"name": "nowhere"}), tmp_path / "out")
