@@ -6,6 +6,7 @@ By hand: `python -m drafter.artifacts du|clean --config FILE`. `clean` proposes;
 import argparse
 import logging
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,13 +102,18 @@ def is_running(run: Path, name: str) -> bool:
         return True
 
 
-def clean(held: list[Held], freed_log: Path, also: tuple[str, ...] = ()) -> int:
-    """Free what was proposed and the folders named in `also` (RUN/STAGE), never of a running run; bytes freed."""
-    freed = 0
+def chosen(held: list[Held], also: tuple[str, ...] = ()) -> Iterator[Held]:
+    """What `clean` frees: what was proposed and the folders named in `also` (RUN/STAGE), never of a running run."""
     for each in held:
         named = f"{each.run.name}/{each.stage}" in also
-        if not (each.proposed or named) or is_running(each.run, each.stage):
-            continue
+        if (each.proposed or named) and not is_running(each.run, each.stage):
+            yield each
+
+
+def clean(held: list[Held], freed_log: Path, also: tuple[str, ...] = ()) -> int:
+    """Free what is `chosen`; bytes freed."""
+    freed = 0
+    for each in chosen(held, also):
         shutil.rmtree(each.folder)
         freed += each.bytes
         with artifacts.Journal(freed_log) as journal:
@@ -138,9 +144,7 @@ def table(held: list[Held]) -> str:
 def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.artifacts")
     arguments.add_argument("verb", choices=("du", "clean"))
-    arguments.add_argument(
-        "folders", nargs="*", metavar="RUN/STAGE", help="clean these too, exported or not; needs --yes"
-    )
+    arguments.add_argument("folders", nargs="*", metavar="RUN/STAGE", help="clean these too, exported or not")
     arguments.add_argument("--yes", action="store_true", help="really free what clean proposes")
     return stage.run_tool("artifacts", _command, arguments, argv)
 
@@ -155,5 +159,7 @@ def _command(run_config: config.Config, args: argparse.Namespace) -> None:
         freed = clean(held, run_config.run.dir / "freed.jsonl", tuple(args.folders))
         print(f"{artifacts.size(freed)} freed")
     elif args.verb == "clean":
-        proposed = sum(each.bytes for each in held if each.proposed)
-        print(f"{artifacts.size(proposed)} would be freed with --yes")
+        would = list(chosen(held, tuple(args.folders)))
+        for each in would:
+            print(f"would free {each.folder}, {artifacts.size(each.bytes)}")
+        print(f"{artifacts.size(sum(each.bytes for each in would))} would be freed with --yes")

@@ -58,6 +58,27 @@ def test_an_unexported_runs_folder_goes_only_when_named(runs):
     assert call(runs, "clean", "unexported/nothing", "--yes") == 2
 
 
+@pytest.mark.parametrize(
+    "named", [(), ("unexported/02_hidden_states",), ("exported/04_train", "unexported/05_export")]
+)
+@pytest.mark.parametrize("running", ["exported", "exported/02_hidden_states", "none"])
+def test_without_yes_clean_shows_exactly_what_yes_frees(runs, capsys, named, running, monkeypatch):
+    monkeypatch.setattr(artifacts, "LOCK_SECONDS", 0.01)
+    with artifacts.locked(runs / running):
+        before = folders(runs)
+        assert call(runs, "clean", *named) == 0
+        shown = capsys.readouterr().out
+        assert folders(runs) == before
+        assert call(runs, "clean", *named, "--yes") == 0
+        done = capsys.readouterr().out
+    freed = before - folders(runs)
+    lines = [line.split()[2].rstrip(",") for line in shown.splitlines() if line.startswith("would free ")]
+    assert sorted(lines) == sorted(str(runs / name) for name in freed)
+    assert shown.splitlines()[-1].removesuffix(" would be freed with --yes") == done.splitlines()[-1].removesuffix(
+        " freed"
+    )
+
+
 @pytest.mark.parametrize("lock", ["exported", "exported/04_train"])
 def test_a_running_run_is_never_touched(runs, lock):
     with artifacts.locked(runs / lock):
