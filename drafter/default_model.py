@@ -4,7 +4,9 @@ By hand: `python -m drafter.default_model`. The package holds one GGUF file; vLL
 bf16 folder.
 """
 
+import argparse
 import importlib.util
+import sys
 from pathlib import Path
 
 from drafter import artifacts, config
@@ -42,5 +44,15 @@ def _convert(source: Path, folder: Path) -> None:
         file.chmod(0o644)  # safetensors writes 0600, and the server may be another user
 
 
+def main(argv: list[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="python -m drafter.default_model", description=__doc__).parse_args(argv)
+    try:
+        print(ensure())
+    except ConfigError as error:
+        print(f"default_model: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
 if __name__ == "__main__":
-    print(ensure())
+    raise SystemExit(main())

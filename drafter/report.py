@@ -14,7 +14,7 @@ from pathlib import Path
 
 from drafter import artifacts, charts, config, disk, errors, html, process, stage
 from drafter.caveats import caveats, length, named
-from drafter.errors import StageError
+from drafter.errors import ConfigError, StageError
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
 PROGRESS = re.compile(r"^(\d\d):(\d\d):(\d\d) (\d+)/\d+ (\w+), ")  # a line of stage.Progress
@@ -75,6 +75,11 @@ class Found:
     def alive(self) -> bool:
         """Whether the pipeline is at work on the run; of a copied run, it is at work on the original."""
         return process.lives(self.state) and self.state.get("home") == artifacts.home(self.config.run_dir)
+
+    def begun(self) -> bool:
+        """Whether this run has done anything; what it takes from another is not its own."""
+        stages = (self.stands(name) != "not begun" for name in config.STAGES)
+        return self.config.run_dir.exists() and (bool(self.state) or any(stages))
 
     def stands(self, name: str) -> str:
         """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
@@ -385,8 +390,12 @@ def _progress(path: Path) -> tuple[list[tuple[float, float]], str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = stage.tool_parser(__doc__, "python -m drafter.report")
-    return stage.run_tool("report", lambda run_config, _: print(write(run_config)), arguments, argv)
+    def body(run_config: config.Config, _args) -> None:
+        if not Found(run_config).begun():
+            raise ConfigError(f"run {run_config.run.name} has not begun ({run_config.run_dir})")
+        print(write(run_config))
+
+    return stage.run_tool("report", body, stage.tool_parser(__doc__, "python -m drafter.report"), argv)
 
 
 if __name__ == "__main__":

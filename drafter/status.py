@@ -1,4 +1,7 @@
-"""`run_pipeline.sh status`: where the run is, read from another terminal and changing nothing."""
+"""`run_pipeline.sh status`: where the run is, read from another terminal and changing nothing.
+
+By hand: `python -m drafter.status --config FILE`.
+"""
 
 import contextlib
 import time
@@ -6,7 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from drafter import artifacts, config, gpu, report
+from drafter import artifacts, config, gpu, report, stage
 
 TAIL = 3  # lines of the current stage's log
 
@@ -15,7 +18,7 @@ def lines(run_config: config.Config) -> Iterator[str]:
     """The page, line by line."""
     found = report.Found(run_config)
     state, standing = found.state, {name: found.stands(name) for name in config.STAGES}
-    if not state and set(standing.values()) == {"not begun"}:
+    if not found.begun():
         yield f"run {run_config.run.name} has not begun ({run_config.run_dir})"
         return
     alive, trouble = found.alive(), found.trouble()
@@ -78,3 +81,12 @@ def _tail(path: Path) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         return path.read_text(errors="replace").splitlines()[-TAIL:]
     return []
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = stage.tool_parser(__doc__, "python -m drafter.status")
+    return stage.run_tool("status", lambda run_config, _: print("\n".join(lines(run_config))), arguments, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -163,6 +163,17 @@ def test_a_run_by_hand_says_what_its_manifests_say(run_config):
     assert "stopped in 02_hidden_states" in text and "layer 2 is constant" in text
 
 
+def test_by_hand_a_run_that_has_not_begun_is_one_line_and_no_folder(tmp_path, capsys):
+    arguments = ["--set", f"run.dir={tmp_path}/runs"]
+    assert report.main(arguments) == 2
+    assert capsys.readouterr().err == f"report: run smollm2_cpu has not begun ({tmp_path}/runs/smollm2_cpu)\n"
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs/smollm2_cpu/01b_synthetic").mkdir(parents=True)
+    (tmp_path / "runs/smollm2_cpu/01b_synthetic/manifest.json").write_text('{"status": "partial"}')
+    assert report.main(arguments) == 0
+    assert (tmp_path / "runs/smollm2_cpu/report.html").exists()
+
+
 def test_a_run_that_has_not_begun_and_torn_files_still_make_a_page(run_config):
     assert "Not measured yet" in report.write(run_config).read_text()
     torn = ("pipeline.json", "plan.json", "04_train/manifest.json", "04_train/metrics.jsonl")

@@ -7,7 +7,7 @@ import time
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, process, report, status
+from drafter import artifacts, config, default_model, process, report, status
 
 
 @pytest.fixture
@@ -35,6 +35,18 @@ def text(run_config):
 
 def test_a_run_that_has_not_begun_says_so(run_config):
     assert "has not begun" in text(run_config)
+
+
+@pytest.mark.parametrize("program", [status.main, default_model.main])
+def test_help_is_printed_and_nothing_done(program, capsys):
+    with pytest.raises(SystemExit) as end:
+        program(["--help"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("usage: python -m drafter.")
+
+
+def test_by_hand_status_prints_the_page(run_config, capsys):
+    assert status.main(["--set", f"run.dir={run_config.run.dir}"]) == 0
+    assert "has not begun" in capsys.readouterr().out
 
 
 def test_a_running_run_shows_stages_progress_and_when_it_ends(run_config, state):
