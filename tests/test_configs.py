@@ -6,11 +6,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
+import yaml
 
 from drafter import config, server
 from drafter.config import ROOT
+from drafter.errors import ConfigError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 UNITS = sorted((ROOT / "configs/systemd").glob("*.service"))
@@ -30,6 +33,22 @@ def test_every_shipped_config_loads_and_its_dump_is_the_same_config(path, tmp_pa
     loaded = config.load(path)
     (tmp_path / "resolved.yaml").write_text(loaded.dump())
     assert config.load(tmp_path / "resolved.yaml") == loaded
+
+
+def test_the_readmes_config_of_ones_own_model_loads_and_needs_the_keys_it_calls_required(tmp_path):
+    section = (ROOT / "configs/README.md").read_text().partition("## A model of your own")[2]
+    lines = [line for line in section.splitlines() if line.startswith("    ")]
+    path = tmp_path / "mine.yaml"
+    path.write_text(textwrap.dedent("\n".join(lines)))
+    target = config.load(path).target
+    layers = target.layer_ids[-1]
+    assert target.aux_layer_ids == (2, layers // 2, layers - 3)
+    tree = yaml.safe_load(path.read_text())
+    for section, key in [("run", "name"), *(("target", key) for key in tree["target"]), ("train", "lr")]:
+        less = tree | {section: {name: value for name, value in tree[section].items() if name != key}}
+        path.write_text(yaml.safe_dump(less))
+        with pytest.raises(ConfigError, match=f"{section}.{key}"):
+            config.load(path)
 
 
 @each_config
