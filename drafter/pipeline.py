@@ -69,6 +69,7 @@ class Pipeline:
         self.deadline = deadline
         self.state: dict = {"run": run_config.run.name, "status": "running", "stage": None, "stages": {}}
         self.state["production"] = []  # units that were active before, and are to be so again
+        self._earlier: dict = {}  # how an earlier call ended, and where
 
     def run(self) -> int:
         """The recipe. Returns the exit code of the first stage that failed."""
@@ -89,9 +90,13 @@ class Pipeline:
                 worked = True
                 if code := self._work(step):
                     return code
-            if not worked:
+            if left := self._unfinished(STEPS):
+                log.info("left: %s; the same command without --from and --only goes on there", ", ".join(left))
+                if not worked:
+                    self.state |= self._earlier
+            elif not worked:
                 log.info("run %s is finished: every stage has what it needs, nothing was done", self.config.run.name)
-            self._finish("complete")
+            self._finish("stopped" if left else "complete")
             log.info("report: %s", self.config.run_dir / "report.html")
             return 0
 
@@ -109,11 +114,11 @@ class Pipeline:
     def _preflight(self) -> None:
         from drafter import preflight  # needs torch, which a finished run does without
 
-        preflight.check(self.config, self._unfinished())
+        preflight.check(self.config, self._unfinished(self.steps))
 
-    def _unfinished(self) -> list[config.StageName]:
-        """Stages that are not complete yet, as their manifests say."""
-        own = [step.stage for step in self.steps if step.stage not in self.config.run.take]
+    def _unfinished(self, steps: tuple[Step, ...]) -> list[config.StageName]:
+        """Their stages that are not complete yet, as manifests say."""
+        own = [step.stage for step in steps if step.stage not in self.config.run.take]
         manifests = {name: read_manifest(self.config.stage_dir(name)) for name in own}
         return [name for name, manifest in manifests.items() if not manifest or manifest["status"] != "complete"]
 
@@ -166,6 +171,9 @@ class Pipeline:
             if step.machine:
                 self._only(step.role)
             code, summary = self._watch(step)
+        except Interrupted:
+            self._note(step, status="interrupted", seconds=round(time.time() - started, 1))
+            raise
         except StageError as error:  # its server
             log.info("%s", error)
             code, summary = error.exit_code, {"error": str(error)}
@@ -258,6 +266,7 @@ class Pipeline:
         """
         if earlier := report.state(self.config):
             self.state["stages"] = earlier["stages"]
+            self._earlier = {key: earlier[key] for key in ("status", "stage", "error") if key in earlier}
             if earlier.get("home") == artifacts.home(self.config.run_dir):
                 self.state["production"] = earlier.get("production", [])
 
@@ -299,7 +308,7 @@ class Pipeline:
             with _only_logged("pipeline.json"):  # a full disk must not keep anybody from being told
                 self._save()
             self._report()
-            self._event("finish" if status == "complete" else status)
+            self._event("finish" if status in ("complete", "stopped") else status)
 
     def _report(self) -> None:
         with _only_logged("report.html"):
@@ -392,17 +401,18 @@ def main(argv: list[str] | None = None) -> int:
                 probe(run_config)
             print(plan.show(run_config, None, args.deadline, args.done_by))
             return 0
+        if run_config.target.model == config.DEFAULT_MODEL:
+            default_model.ensure()
         if args.dry_run:
             from drafter import dry_run  # needs torch
 
             print("\n".join(dry_run.lines(run_config, pipeline.plans(pipeline.steps))))
             return 0
-        if run_config.target.model == default_model.FOLDER:
-            default_model.ensure()
         code, summary = pipeline.run(), pipeline.state
     except BrokenPipeError:  # whoever reads has seen enough
         return 1
     except Interrupted as stop:
+        log.info("%s: what is done is kept, %s", stop, errors.what_next(None))
         code, summary = stop.exit_code, (pipeline.state if pipeline else {}) | {"status": "interrupted"}
     except (StageError, OSError) as error:
         known = error if isinstance(error, StageError) else of_the_machine(error)

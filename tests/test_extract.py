@@ -496,6 +496,16 @@ def test_requests_that_time_out_are_retried_and_a_sick_server_is_exit_3_and_cost
     run.assert_exactly_the_rows()
 
 
+def test_rows_that_are_not_there_yet_are_no_finished_extraction(run, engine, capsys):
+    """Law 4: 01b was stopped before its first shard."""
+    for shard in run.config.stage_dir("01b_synthetic").glob("shard-*.jsonl"):
+        shard.unlink()
+    for verb in ((), ("--verify",)):
+        code, summary = run.extract(capsys, engine.port, *verb)
+        assert code == 2 and "01b_synthetic has no rows yet" in summary["error"]
+    assert not (run.folder / "manifest.json").exists()
+
+
 def test_two_clients_on_one_folder_are_one_too_many(run, engine, capsys):
     with worklist.locked(run.folder, worklist.Share()):
         for share in ("1/1", "1/2"):

@@ -344,7 +344,18 @@ def test_a_state_file_that_says_nothing_is_as_good_as_none(night, content):
     night.run_dir.mkdir(parents=True)
     (night.run_dir / "pipeline.json").write_text(content)
     assert night.run("--only", "05")[0] == 0
-    assert night.state()["status"] == "complete"
+    assert night.state()["status"] == "stopped"
+
+
+def test_a_stage_alone_says_nothing_of_the_run_but_what_is_left(night):
+    """Law 8: nor does it forget where an earlier call stood still."""
+    assert "left: 01b_synthetic, 02_hidden_states, 04_train, 06_acceptance" in night.run("--only", "05")[2]
+    assert night.state()["status"] == "stopped"
+    stood = night.state() | {"status": "interrupted", "stage": "06_acceptance", "error": "signal 15"}
+    (night.run_dir / "pipeline.json").write_text(json.dumps(stood))
+    code, _out, err = night.run("--only", "05")
+    assert code == 0 and "06_acceptance; the same command" in err
+    assert [night.state()[key] for key in ("status", "stage", "error")] == ["interrupted", "06_acceptance", "signal 15"]
 
 
 def test_a_log_on_a_full_disk_does_not_stop_the_reading(capfd):
