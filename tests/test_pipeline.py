@@ -355,7 +355,7 @@ def test_a_stage_alone_says_nothing_of_the_run_but_what_is_left(night):
     (night.run_dir / "pipeline.json").write_text(json.dumps(stood))
     code, _out, err = night.run("--only", "05")
     assert code == 0 and "06_acceptance; the same command" in err
-    assert [night.state()[key] for key in ("status", "stage", "error")] == ["interrupted", "06_acceptance", "signal 15"]
+    assert {key: night.state()[key] for key in ("status", "stage", "error")}.items() <= stood.items()
 
 
 def test_a_log_on_a_full_disk_does_not_stop_the_reading(capfd):
