@@ -105,32 +105,6 @@ from speculators.losses import fused
 fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
 from speculators.train.cli import main
 from speculators.train.config import TrainConfig
-def main() -> None:
-    arguments = bench.parse(__doc__)
-    with bench.scratch() as folder:
-        ours = [*make_run(folder, arguments.tiny), "--set", f"train.epochs={arguments.epochs}"]
-        theirs, rows = make_library_run(folder, arguments.tiny)
-        theirs, trained = [*theirs, "--epochs", str(arguments.epochs)], arguments.epochs * rows
-        for turn, state in enumerate(("cold", "cached")[: arguments.turns]):
-            caches = {f"{name}_CACHE_DIR": str(folder / "caches" / name) for name in ("TORCHINDUCTOR", "TRITON")}
-            environment = os.environ | caches
-            own = ["--set", f"run.name=turn{turn}", "--set", f"train.loader_workers={arguments.workers}"]
-            own += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
-            stage_turn(
-                [sys.executable, *ours, *own], environment, f"stage_{state}", folder / f"runs/turn{turn}/04_train"
-            )
-            if bench.device().type == "cuda":  # its trainer runs on nothing else
-                line = [*theirs, "--save-path", str(folder / f"library{turn}")]
-                started = time.perf_counter()
-                done = subprocess.run(line, env=environment, capture_output=True, text=True)
-                seconds = time.perf_counter() - started
-                if done.returncode:
-                    print((done.stdout + done.stderr)[-2000:], flush=True)
-                    raise SystemExit(f"speculators train failed: {done.returncode}")
-                bench.metric(f"stage_{state}_speculators_process_s", seconds)
-                bench.metric(f"stage_{state}_speculators_process_tokens_per_s", trained / seconds)
-
-
 if __name__ == "__main__":
     main(TrainConfig.resolve())
 """
