@@ -166,7 +166,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         if self.has_connector_metadata():
             self._waiting.extend(self._get_connector_metadata().new)
         while group := self._next():
-            region = self._out.reserve(self._size(group))
+            region = self._out.reserve(sum(map(self._size, group)))
             if region is None:
                 break
             for _ in group:
@@ -184,16 +184,17 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
     def _next(self) -> list[Save]:
         """The first saves of those that wait, as many as are copied together."""
         group: list[Save] = []
+        size, most = 0, min(GATHER_BYTES, self._out.size // 4)
         for save in self._waiting:
-            large = self._size([*group, save]) > min(GATHER_BYTES, self._out.size // 4)
-            if group and (large or not _alike(save, group[0])):
+            size += self._size(save)
+            if group and (size > most or not _alike(save, group[0])):
                 break
             group.append(save)
         return group
 
-    def _size(self, group: list[Save]) -> int:
-        """Bytes of a group's copy, whole blocks of the cache; the compact format needs less."""
-        return sum(self._bytes(self._rounded(len(save.token_ids)), len(save.layer_ids)) for save in group)
+    def _size(self, save: Save) -> int:
+        """Bytes of a save's copy, whole blocks of the cache; the compact format needs less."""
+        return self._bytes(self._rounded(len(save.token_ids)), len(save.layer_ids))
 
     def _bytes(self, tokens: int, layers: int) -> int:
         return tokens * layers * self._hidden_size * 2
@@ -231,7 +232,9 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         ):  # since 0.32 [blocks, layers, block, H], before [blocks, block, layers, H]
             cache = cache.transpose(1, 2)
         first = group[0]
-        ids = [block for save in group for block in save.block_ids[: self._blocks(save)]]
+        positions = [self._rounded(len(save.token_ids)) for save in group]
+        blocks_of = zip(group, positions, strict=True)
+        ids = [block for save, held in blocks_of for block in save.block_ids[: held // self._block_size]]
         shapes = states.shapes(len(ids) * self._block_size, len(first.layer_ids), self._hidden_size, first.dtype)
         del shapes["token_ids"]
         on_gpu = cache.is_cuda
@@ -253,18 +256,15 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
                 event = torch.cuda.Event(blocking=True)  # who waits must not spin on the engine's cores
                 event.record()
         files, start = [], 0
-        for save in group:
+        for save, held in zip(group, positions, strict=True):
             files.append({name: tensor[start : start + len(save.token_ids)] for name, tensor in host.items()})
-            start += self._blocks(save) * self._block_size
+            start += held
         return files, event
 
     def _space(self, region: Region, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
         start = region.take(size)
         return self._arena[start : start + size].view(dtype).view(shape)
-
-    def _blocks(self, save: Save) -> int:
-        return -(-len(save.token_ids) // self._block_size)
 
     @contextlib.contextmanager
     def _on_copy_stream(self):

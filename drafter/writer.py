@@ -76,15 +76,12 @@ class Writer:
         os.close(fd)
         theirs.close()
         self._regions: deque[Region] = deque()
+        self._sent: dict[int, Region] = {}  # by their start
         self._changed = threading.Lock()
         self._copies: queue.SimpleQueue = queue.SimpleQueue()
         self._dead = False
         for loop in (self._send, self._receive):
             threading.Thread(target=loop, daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def queued(self) -> int:
@@ -127,7 +124,6 @@ class Writer:
         self._process.wait()
 
     def _send(self) -> None:
-        self._sent: dict[int, Region] = {}
         with contextlib.suppress(OSError):  # the process is dead, which the other thread sees
             try:
                 while (job := self._copies.get()) is not None:

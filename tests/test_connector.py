@@ -247,7 +247,7 @@ def test_a_log_on_the_full_disk_keeps_neither_the_report_nor_the_queue(tmp_path,
 
 def stopped(rig, parts, rows) -> set[str]:
     """Finish `rows` while the writing process stands still, as on a disk that does; the requests that are freed."""
-    os.kill(rig.worker._out.pid, signal.SIGSTOP)
+    os.kill(rig.worker._out._process.pid, signal.SIGSTOP)
     freed = set()
     for part, (ids, hidden) in zip(parts, rows, strict=True):
         rig.finish(ids, params({part: ids}, LAYERS), rig.fill(hidden))
@@ -262,7 +262,7 @@ def test_a_full_queue_holds_blocks_and_memory_until_the_disk_has_caught_up(tmp_p
     rows = [row(32, seed=i) for i in range(10)]
     freed = stopped(rig, [tmp_path / f"{i}.1.part" for i in range(10)], rows)
     assert len(freed) == 3 and rig.worker._out.queued == 3 * size and len(rig.worker._waiting) == 7
-    os.kill(rig.worker._out.pid, signal.SIGCONT)
+    os.kill(rig.worker._out._process.pid, signal.SIGCONT)
     rig.drain()
     for i, (ids, hidden) in enumerate(rows):
         read = states.read_states(tmp_path / f"{i}.1.part")
@@ -292,7 +292,7 @@ def test_when_the_engine_dies_nothing_appears_later(tmp_path):
         "from tests.test_connector import *\n"
         f"root = Path({str(tmp_path)!r}); rig = connector_rig.Rig(root, LAYERS, HIDDEN)\n"
         "stopped(rig, [root / f'{i}.1.part' for i in range(3)], [row(40, i) for i in range(3)])\n"
-        "print(rig.worker._out.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(rig.worker._out._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as engine:
         writer = next(int(line) for line in engine.stdout if line.strip().isdigit())
@@ -314,7 +314,7 @@ def is_alive(pid: int) -> bool:
 def test_an_engine_whose_writing_process_died_ends(tmp_path):
     """H11: rather than to answer requests whose files never come."""
     rig = Rig(tmp_path, LAYERS, HIDDEN)
-    os.kill(rig.worker._out.pid, signal.SIGKILL)
+    os.kill(rig.worker._out._process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="has died"):
         while True:
             rig.step()
