@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -217,27 +218,58 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def in_use(folder: Path) -> bool:
+    """Whether a process holds the lock of `folder` at this moment. Changes nothing, and waits for nobody."""
+    try:
+        with open(folder / ".lock", "rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+
+
 @contextlib.contextmanager
 def claimed(name: str, owner: str) -> Iterator[None]:
     """Hold a name of this machine, against every user's processes, as `locked` holds a folder.
 
-    Raises ConfigError naming the owner that holds it.
+    Raises ConfigError naming the owner that holds it, or what stands where its file belongs.
     """
     path = CLAIMS / f"drafter-{name}.lock"
-    # Without O_CREAT first: the kernel may refuse that for a file of another user in a folder like /tmp.
     try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        os.fchmod(file, 0o666)  # whatever the umask, the next user is to be able to claim it
+        file = _open_shared(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; {name} is claimed with this file: remove what is there"
+        ) from None
     try:
+        found = os.fstat(file)
+        # Anybody can put something there: what is written must not end up in another file.
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            raise ConfigError(f"{path} is no plain file; {name} is claimed with it: remove what is there")
         if not _flock(file):
-            raise ConfigError(f"{name} is in use by {os.pread(file, 4096, 0).decode()}; wait for it or stop it")
+            holder = os.pread(file, 4096, 0).decode(errors="replace")
+            holder = "".join(filter(str.isprintable, holder)) or "another process"
+            raise ConfigError(f"{name} is in use by {holder}; wait for it or stop it")
         os.truncate(file, 0)
-        os.pwrite(file, owner.encode(), 0)
+        os.pwrite(file, owner.encode(errors="replace"), 0)
         yield
     finally:
         os.close(file)
+
+
+def _open_shared(path: Path) -> int:
+    """A file in a folder like /tmp that every user can open, made where there is none; no link is followed."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+    # Without O_CREAT first: the kernel may refuse that for a file of another user.
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(path, flags)
+    with contextlib.suppress(FileExistsError):  # made by another process since
+        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        os.fchmod(file, 0o666)  # whatever the umask, the next user is to be able to claim it
+        return file
+    return os.open(path, flags)
 
 
 def _flock(file: int) -> bool:
@@ -257,6 +289,11 @@ def home(folder: Path) -> str:
     """Identity of a folder: it stays when the folder is moved, and a copy has another."""
     found = folder.stat()
     return f"{found.st_dev}:{found.st_ino}"
+
+
+def span(seconds: float) -> str:
+    """A time as a person reads it, whole minutes only where there are some."""
+    return f"{round(seconds, 1):g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def free_bytes(path: Path) -> int:

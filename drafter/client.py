@@ -25,6 +25,7 @@ import aiohttp
 import openai
 
 from drafter import interrupts
+from drafter.artifacts import span
 from drafter.config import Server
 from drafter.errors import ConfigError, Interrupted, ResumableError, RowError
 
@@ -142,7 +143,7 @@ class Client:
             else:
                 busy_since = busy_since or time.monotonic()
                 if time.monotonic() - busy_since > self.outage_seconds and self._up.is_set():
-                    raise RowError("failed", f"{reason} for {self.outage_seconds / 60:.0f} minutes")
+                    raise RowError("failed", f"{reason} for {span(self.outage_seconds)}")
             if self._up.is_set():
                 await asyncio.sleep(pause if pause is not None else _backoff(spent or 1, *BACKOFF_SECONDS))
 
@@ -171,7 +172,7 @@ class Client:
             return
         self._up.clear()
         self.outages += 1
-        log.warning("server %s is down (%s); waiting up to %.0f min", self.url, reason, self.outage_seconds / 60)
+        log.warning("server %s is down (%s); waiting up to %s", self.url, reason, span(self.outage_seconds))
         self._probe = asyncio.create_task(self._watch(reason))
 
     async def _watch(self, reason: str) -> None:
@@ -186,7 +187,7 @@ class Client:
             await asyncio.sleep(min(left, _backoff(tries, *PROBE_SECONDS)))
         else:
             self._gone = ResumableError(
-                f"no answer from {self.url} for {self.outage_seconds / 60:.0f} minutes ({reason}); "
+                f"no answer from {self.url} for {span(self.outage_seconds)} ({reason}); "
                 "bring the server up and run the same command again"
             )
         self._sick.clear()

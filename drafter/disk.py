@@ -95,11 +95,8 @@ def _kept(run: Path, name: str) -> list[str]:
 
 def is_running(run: Path, name: str) -> bool:
     """Whether the pipeline, or the stage by hand, works there now."""
-    try:
-        with artifacts.locked(run), artifacts.locked(run / name):
-            return False
-    except ConfigError:
-        return True
+    shares = (run / name / ".shares").glob("*")  # of stage 02, which several hosts may work on
+    return any(artifacts.in_use(folder) for folder in (run, run / name, *shares))
 
 
 def chosen(held: list[Held], also: tuple[str, ...] = ()) -> Iterator[Held]:

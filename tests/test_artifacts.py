@@ -1,5 +1,6 @@
 """Files are whole or absent."""
 
+import errno
 import json
 import os
 import signal
@@ -154,6 +155,47 @@ def test_a_locked_folder_refuses_a_second_process_and_a_dead_one_frees_it(tmp_pa
     run_and_kill(holder + "import os; os.kill(os.getpid(), 9)", tmp_path)
     with artifacts.locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("there", ["link", "dangling link", "hard link", "pipe", "folder", "another user's"])
+def test_what_stands_in_place_of_a_claim_is_said_and_left_alone(tmp_path, monkeypatch, there):
+    """R02: the claims lie where every user of the machine can put what he likes."""
+    monkeypatch.setattr(artifacts, "CLAIMS", tmp_path)
+    path, other = tmp_path / "drafter-vllm-team.lock", tmp_path / "other"
+    other.write_text("precious")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    {
+        "link": lambda: path.symlink_to(other),
+        "dangling link": lambda: path.symlink_to(tmp_path / "none"),
+        "hard link": lambda: path.hardlink_to(other),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "another user's": lambda: monkeypatch.setattr(os, "open", refuse),
+    }[there]()
+    with pytest.raises(ConfigError, match=f"{path}.*; vllm-team is claimed with .*: remove what is there"):
+        artifacts.claimed("vllm-team", "me").__enter__()
+    assert other.read_text() == "precious" and not (tmp_path / "none").exists()
+
+
+def test_whoever_holds_a_claim_is_named_in_one_line_whatever_he_wrote(tmp_path, monkeypatch):
+    """R02"""
+    monkeypatch.setattr(artifacts, "CLAIMS", tmp_path)
+    monkeypatch.setattr(artifacts, "LOCK_SECONDS", 0)
+    with artifacts.claimed("vllm-team", "me"):
+        assert (tmp_path / "drafter-vllm-team.lock").stat().st_mode & 0o777 == 0o666
+        (tmp_path / "drafter-vllm-team.lock").write_bytes(b"\xff\x1b[2J\nroot")
+        with pytest.raises(ConfigError, match=r"^vllm-team is in use by \ufffd\[2Jroot; wait"):
+            artifacts.claimed("vllm-team", "other").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.3, "0.3 s"), (20, "20 s"), (90, "90 s"), (120, "2 min"), (3600, "60 min")]
+)
+def test_a_time_is_told_in_a_unit_that_fits_it(seconds, said):
+    assert artifacts.span(seconds) == said
 
 
 def test_free_space_of_a_folder_that_does_not_exist_yet(tmp_path):

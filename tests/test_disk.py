@@ -62,8 +62,7 @@ def test_an_unexported_runs_folder_goes_only_when_named(runs):
     "named", [(), ("unexported/02_hidden_states",), ("exported/04_train", "unexported/05_export")]
 )
 @pytest.mark.parametrize("running", ["exported", "exported/02_hidden_states", "none"])
-def test_without_yes_clean_shows_exactly_what_yes_frees(runs, capsys, named, running, monkeypatch):
-    monkeypatch.setattr(artifacts, "LOCK_SECONDS", 0.01)
+def test_without_yes_clean_shows_exactly_what_yes_frees(runs, capsys, named, running):
     with artifacts.locked(runs / running):
         before = folders(runs)
         assert call(runs, "clean", *named) == 0
@@ -79,11 +78,18 @@ def test_without_yes_clean_shows_exactly_what_yes_frees(runs, capsys, named, run
     )
 
 
-@pytest.mark.parametrize("lock", ["exported", "exported/04_train"])
-def test_a_running_run_is_never_touched(runs, lock):
-    with artifacts.locked(runs / lock):
-        assert call(runs, "clean", "exported/04_train", "--yes") == 0
-        assert "exported/04_train" in folders(runs)
+@pytest.mark.parametrize("lock", ["exported", "exported/{}", "exported/{}/.shares/2of3"])
+@pytest.mark.parametrize("name", ["02_hidden_states", "04_train"])
+def test_a_running_run_is_never_touched(runs, lock, name):
+    with artifacts.locked(runs / lock.format(name)):
+        assert call(runs, "clean", f"exported/{name}", "--yes") == 0
+        assert f"exported/{name}" in folders(runs)
+
+
+def test_du_leaves_nothing_behind_and_needs_no_right_to_write(runs):
+    before = sorted(runs.rglob("*"))
+    assert call(runs, "du") == 0
+    assert sorted(runs.rglob("*")) == before
 
 
 def test_what_a_config_keeps_or_takes_stays(runs):
