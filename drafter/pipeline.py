@@ -31,6 +31,7 @@ from drafter import (
     server,
     status,
     supervise,
+    systemd,
 )
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
 from drafter.stage import of_the_machine, read_manifest
@@ -287,7 +288,7 @@ class Pipeline:
             own = getattr(self.config.servers, role)
             if own.unit in production:
                 with _only_logged(f"giving back {own.unit}"):
-                    server.systemctl(own, *server.START, own.unit)
+                    systemd.start(own)
                     production.discard(own.unit)
                     log.info("%s is starting again, as it was before", own.unit)
         self.state["production"] = sorted(production)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu, native, plan, process, rates, server, verifier
+from drafter import artifacts, config, gpu, native, plan, process, rates, server, systemd, verifier
 from drafter.artifacts import size
 from drafter.comparison import NONE, RUN, WARM_START
 from drafter.errors import ConfigError, StageError
@@ -160,9 +160,9 @@ def units(run_config: config.Config) -> Iterator[str]:
         running = server.alive(run_config, role)
         if Path(own.systemctl[0]).name != "sudo":
             # What changes nothing and takes the same right.
-            server.systemctl(own, *(server.START if running else server.STOP), own.unit)
+            systemd.systemctl(own, *(systemd.START if running else systemd.STOP), own.unit)
             continue
-        for verb in (server.START, server.STOP, server.STATUS):
+        for verb in (systemd.START, systemd.STOP, systemd.STATUS):
             asked = [own.systemctl[0], "-l", *own.systemctl[1:], *verb, own.unit]
             if process.run(asked, timeout=30).returncode:
                 line = shlex.join([*own.systemctl, *verb, own.unit])
@@ -176,7 +176,7 @@ def shared_folder(run_config: config.Config) -> Iterator[str]:
         return
     if own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
         yield f"servers.extract.link: {own.link} cannot be made a link; move away what is there, or chmod its folder"
-    yield from sharing(states, own.unit, server.properties(own))
+    yield from sharing(states, own.unit, systemd.properties(own))
 
 
 def sharing(folder: Path, unit: str, properties: dict[str, str]) -> Iterator[str]:

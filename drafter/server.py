@@ -2,11 +2,14 @@
 
 A role is a `systemd` unit, a `command` (the vLLM arguments are built here and the process group is ours) or
 `external` (somebody else's). By hand: `python -m drafter.server up|wait|status|down ROLE --config FILE`.
+
+Exit codes of `status`: 0 it would serve this run now, 3 it is not running, 4 it runs and would not serve (it starts,
+hangs, or was made for another run: `missing` says which). Of every verb: 2 the config or the machine must change,
+3 the server did not come up or go down in time.
 """
 
 import argparse
 import contextlib
-import http.client
 import json
 import logging
 import os
@@ -14,31 +17,22 @@ import shlex
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu, interrupts, process, stage
+from drafter import artifacts, config, gpu, interrupts, process, readiness, stage, systemd
 from drafter.errors import ConfigError, ResumableError
 from drafter.launch import command, environment
 
 log = logging.getLogger("drafter")
 
-PROBE_SECONDS = 60  # a completion of one token that takes longer is a hang, also right after compiling kernels
-TAIL_LINES = 40
 GIVE_UP_RESTARTS = 2  # of a systemd unit that keeps dying while it boots
 QUICK_SECONDS = 10  # to stop a `command` that has nothing to finish: it was never ready, or hangs
 
-# What is asked of systemctl, before the unit's name: the rights that a prefix must give.
-START = ("start", "--no-block")
-STOP = ("stop",)
-PROPERTIES = ("LoadState", "ActiveState", "NRestarts", "User", "Group", "UMask")
-SHOW = ("show", *(part for name in PROPERTIES for part in ("-p", name)))
-STATUS = ("status", "--no-pager", "--full", "-n", str(TAIL_LINES))
+DOWN, UNFIT = 3, 4  # exit codes of `status`
 
 
 def check(run_config: config.Config, role: config.Role) -> None:
@@ -84,11 +78,11 @@ def up(
     """
     server = _settings(run_config, role)
     if server.kind == "systemd":
-        if _relink(run_config, role) and _unit(server)["alive"]:
+        if _relink(run_config, role) and systemd.is_active(server):
             log.info("%s writes for another run: restarting it for this one", server.unit)
             down(run_config, role)
-        if not _unit(server)["alive"]:
-            systemctl(server, *START, server.unit)
+        if not systemd.is_active(server):
+            systemd.start(server)
     elif server.kind == "command":
         _start(run_config, role, command(run_config, role, drafter, num_speculative_tokens), log_file)
     try:
@@ -133,7 +127,7 @@ def down(run_config: config.Config, role: config.Role, hangs: bool = False) -> N
     if server.kind == "external":
         return
     if server.kind == "systemd":
-        systemctl(server, *STOP, server.unit, timeout=server.stop_seconds + 60)
+        systemd.stop(server)
     else:
         _stop(run_config, role, hangs)
     gpu.wait_free(server.gpus, server.stop_seconds)
@@ -143,7 +137,7 @@ def alive(run_config: config.Config, role: config.Role) -> bool:
     """Whether the unit or process exists, ready or not. An external server counts as alive."""
     server = _settings(run_config, role)
     if server.kind == "systemd":
-        return _unit(server)["alive"]
+        return systemd.is_active(server)
     if server.kind == "command":
         return _recorded(run_config, role) is not None
     return True
@@ -152,54 +146,20 @@ def alive(run_config: config.Config, role: config.Role) -> bool:
 def status(run_config: config.Config, role: config.Role) -> dict[str, Any]:
     server = _settings(run_config, role)
     reason = missing(run_config, role)
-    running = alive(run_config, role)
+    running = alive(run_config, role) if server.kind != "external" else "no answer" not in (reason or "")
     return {"role": role, "kind": server.kind, "url": server.url, "alive": running, "ready": not reason} | (
         {"missing": reason} if reason else {}
     )
 
 
-# Readiness
-
-
 def missing(run_config: config.Config, role: config.Role, patience: float | None = None) -> str | None:
     """The first thing that stands between the role and a served request, or None when it is ready.
 
-    Ready means: alive, /health is 200, the served name is listed with enough context, the GPUs hold the model,
-    and one real completion came back with token ids within `patience` seconds (an API can be healthy over a dead
-    engine).
+    `patience` are the seconds that a completion may take.
     """
-    server = _settings(run_config, role)
-    if not alive(run_config, role):
-        return "not running" + _instead(run_config, server)
-    try:
-        _request(server, "/health", seconds=10)
-        listed = {model["id"]: model for model in _request(server, "/v1/models", seconds=10)["data"]}
-        if (name := run_config.target.served_name) not in listed:
-            return f"{server.url} serves {', '.join(listed)}, not target.served_name {name}"
-        needed, offered = context_needed(run_config, role), listed[name].get("max_model_len")
-        if offered is not None and offered < needed:
-            return f"its max_model_len is {offered}, this run needs {needed}"
-        folder = run_config.stage_dir("02_hidden_states")
-        if server.link and server.link.resolve() != folder.resolve():
-            return f"{server.link} does not lead to {folder}: the server writes for another run"
-        if reason := gpu.not_loaded(server.gpus, run_config.target.model):
-            return reason
-        body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        reply = _request(server, "/v1/completions", body, patience or PROBE_SECONDS)
-        if not reply["choices"][0]["token_ids"]:
-            return "its completions carry no token ids (vLLM's return_token_ids)"
-    except urllib.error.HTTPError as error:
-        return f"{urlsplit(error.url).path} answers {error.code}"
-    except (urllib.error.URLError, ConnectionError) as error:
-        why = getattr(error, "reason", error)
-        # What a server of ours does as long as it loads its model is no fault.
-        loads = server.kind != "external" and isinstance(why, ConnectionRefusedError)
-        return f"no answer at {server.url} " + ("yet" if loads else f"({why})")
-    except TimeoutError:
-        return f"{server.url} hangs: it accepts a request and does not answer"
-    except (ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
-        return f"{server.url} answers, but not as an OpenAI-compatible server does"
-    return None
+    if alive(run_config, role):
+        return readiness.missing(run_config, role, patience)
+    return "not running" + _instead(run_config, _settings(run_config, role))
 
 
 def _instead(run_config: config.Config, server: config.Server) -> str:
@@ -209,38 +169,8 @@ def _instead(run_config: config.Config, server: config.Server) -> str:
         there = record and record["home"] == artifacts.home(path.parent) and process.lives(record)
         if there and ("--port", str(urlsplit(server.url).port or 80)) in pairwise(record["command"]):
             return f"; at {server.url} is the server {path.stem} of the run {path.parent.parent.name}"
-    try:
-        served = ", ".join(model["id"] for model in _request(server, "/v1/models", seconds=2)["data"])
-        return f"; at {server.url} is a server that this run did not start, of {served}"
-    except (urllib.error.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError):
-        return f"; at {server.url} is another program"
-    except (urllib.error.URLError, ConnectionError, http.client.HTTPException):
-        return ""
-
-
-def context_needed(run_config: config.Config, role: config.Role) -> int:
-    """Smallest `max_model_len` this run can work with: every role adds at least one token to a prompt."""
-    return (
-        1
-        + {
-            "generate": run_config.generate.max_tokens,
-            "extract": run_config.target.max_seq_len,
-            "evaluate": run_config.acceptance.max_tokens,
-        }[role]
-    )
-
-
-def _request(server: config.Server, path: str, body: dict | None = None, seconds: float = 10) -> Any:
-    headers = {"content-type": "application/json"}
-    if server.api_key_env:
-        headers["authorization"] = f"Bearer {os.environ.get(server.api_key_env, '')}"
-    data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(server.url.rstrip("/") + path, data, headers)
-    # A proxy from the environment must never stand before a server of this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=seconds) as reply:
-        text = reply.read()
-    return json.loads(text) if text else None
+    found = readiness.found_at(server)
+    return f"; at {server.url} is {found}" if found else ""
 
 
 # Kind `command`
@@ -324,36 +254,6 @@ def _stop(run_config: config.Config, role: config.Role, hangs: bool = False) -> 
 # Kind `systemd`
 
 
-def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> str:
-    """Raises ConfigError when systemctl refuses (no right, no such unit)."""
-    line = [*server.systemctl, *arguments]
-    try:
-        done = process.run(line, timeout)
-    except FileNotFoundError:
-        raise ConfigError(f"no {line[0]} on this machine; set servers.<role>.systemctl or another kind") from None
-    except subprocess.TimeoutExpired:
-        raise ResumableError(f"{shlex.join(line)} has not come back after {timeout:.0f} s") from None
-    if done.returncode:
-        raise ConfigError(f"{shlex.join(line)}: {' '.join((done.stderr or done.stdout).split())}")
-    return done.stdout
-
-
-def properties(server: config.Server) -> dict[str, str]:
-    """What systemd says of the role's unit, its state and its user."""
-    return dict(line.split("=", 1) for line in systemctl(server, *SHOW, server.unit).splitlines() if "=" in line)
-
-
-def _unit(server: config.Server) -> dict[str, Any]:
-    """State of the role's unit. Raises ConfigError when it is not installed."""
-    state = properties(server)
-    if state.get("LoadState") == "not-found":
-        raise ConfigError(f"no systemd unit {server.unit}; install configs/systemd/{server.unit}.service")
-    return {
-        "alive": state.get("ActiveState") in ("active", "activating", "reloading"),
-        "restarts": int(state.get("NRestarts") or 0),
-    }
-
-
 def _relink(run_config: config.Config, role: config.Role) -> bool:
     """Make `link` mean this run's hidden states; True when it meant others. A server follows it when it starts."""
     link, folder = _settings(run_config, role).link, run_config.stage_dir("02_hidden_states")
@@ -374,7 +274,7 @@ def _relink(run_config: config.Config, role: config.Role) -> bool:
 
 def restarts_of(server: config.Server) -> int:
     """How often systemd restarted the unit by itself; 0 for other kinds."""
-    return _unit(server)["restarts"] if server.kind == "systemd" else 0
+    return systemd.restarts(server) if server.kind == "systemd" else 0
 
 
 # Shared
@@ -396,11 +296,10 @@ def tail(run_config: config.Config, role: config.Role) -> str:
     """The last lines of a role's log."""
     server = _settings(run_config, role)
     if server.kind == "systemd":
-        # `status` exits 3 for a stopped unit: its output is wanted all the same.
-        return process.run([*server.systemctl, *STATUS, server.unit], 60).stdout
+        return systemd.tail(server)
     if record := _read_record(run_config, role):
         with contextlib.suppress(FileNotFoundError):
-            return "\n".join(Path(record["log"]).read_text(errors="replace").splitlines()[-TAIL_LINES:])
+            return "\n".join(Path(record["log"]).read_text(errors="replace").splitlines()[-systemd.TAIL_LINES :])
     return ""
 
 
@@ -409,10 +308,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("verb", choices=("up", "wait", "status", "down"))
     arguments.add_argument("role", choices=get_args(config.Role))
 
-    def body(run_config: config.Config, args: argparse.Namespace) -> None:
+    def body(run_config: config.Config, args: argparse.Namespace) -> int:
         if args.verb != "status":
             {"up": up, "wait": wait, "down": down}[args.verb](run_config, args.role)
-        print(json.dumps(status(run_config, args.role)))
+        found = status(run_config, args.role)
+        print(json.dumps(found))
+        return 0 if args.verb != "status" or found["ready"] else UNFIT if found["alive"] else DOWN
 
     return stage.run_tool("server", body, arguments, argv)
 

@@ -207,15 +207,22 @@ def parser(description: str) -> Parser:
 
 
 def run_tool(
-    name: str, body: Callable[[config.Config, argparse.Namespace], None], arguments: Parser, argv: list[str] | None
+    name: str,
+    body: Callable[[config.Config, argparse.Namespace], int | None],
+    arguments: Parser,
+    argv: list[str] | None,
 ) -> int:
-    """Run a command that is no stage: it prints for a person, an error is one line, the exit codes are a stage's."""
+    """Run a command that is no stage: it prints for a person, an error is one line, the exit codes are a stage's.
+
+    `body` may return one of its own.
+    """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
         with interrupts.listening(*interrupts.SIGNALS):
             args = arguments.parse_args(argv)
-            body(config.load(args.config, args.overrides), args)
+            code = body(config.load(args.config, args.overrides), args)
             sys.stdout.flush()
+            return code or 0
     except BrokenPipeError:  # whoever reads has seen enough
         return 1
     except (StageError, OSError) as error:
@@ -226,7 +233,6 @@ def run_tool(
         return known.exit_code
     except Interrupted as stop:
         return stop.exit_code
-    return 0
 
 
 def run(

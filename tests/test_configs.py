@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import yaml
 
-from drafter import config, server
+from drafter import config, readiness, server, systemd
 from drafter.config import ROOT
 from drafter.errors import ConfigError
 
@@ -88,7 +88,7 @@ def test_a_unit_serves_what_its_role_asks_for(path, kimi):
     assert line[:3] == [PYTHON, "-m", "vllm.entrypoints.openai.api_server"]
     assert flags["--model"] == str(kimi.target.model) and flags["--served-model-name"] == kimi.target.served_name
     assert own.url == f"http://{flags['--host']}:{flags['--port']}"
-    assert int(flags["--max-model-len"]) >= server.context_needed(kimi, role)
+    assert int(flags["--max-model-len"]) >= readiness.context_needed(kimi, role)
     assert "--disable-custom-all-reduce" in line and "--trust-remote-code" in line
     if role == "generate":
         assert int(flags["--max-num-seqs"]) >= kimi.generate.concurrency
@@ -111,7 +111,7 @@ def test_sudo_permits_what_the_pipeline_asks_of_the_units_and_nothing_else(kimi)
     text = re.sub(r"\\\n", " ", (ROOT / "configs/systemd/sudoers").read_text())
     allowed = re.search(r"^Cmnd_Alias DRAFTER =(.*)$", text, re.M).group(1).split(",")
     units = [kimi.servers.generate.unit, kimi.servers.extract.unit]
-    verbs = (server.START, server.STOP, server.SHOW, server.STATUS)
+    verbs = (systemd.START, systemd.STOP, systemd.SHOW, systemd.STATUS)
     asked = {" ".join(["/usr/bin/systemctl", *verb, unit]) for verb in verbs for unit in units}
     assert {" ".join(command.split()) for command in allowed} == asked
     assert all(own.systemctl == ("sudo", "-n", "systemctl") for own in (kimi.servers.generate, kimi.servers.extract))

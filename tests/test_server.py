@@ -7,16 +7,18 @@ import os
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import artifacts, config, preflight, process, server
+from drafter import artifacts, config, preflight, process, readiness, server, supervise, systemd
 from drafter.errors import ConfigError, ResumableError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -150,6 +152,92 @@ def test_what_answers_without_being_a_server_is_said(role, answer):
         assert "not as an OpenAI-compatible server" in server.missing(run_config, "generate")
 
 
+class Drip(BaseHTTPRequestHandler):
+    """Answers like a server, but `slow`, a part of the reply to a path, comes byte by byte and never ends."""
+
+    slow = ("/health", "headers")
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "smollm2", "max_model_len": 1024}]}).encode()
+        self.send_response(200)
+        if self.path == self.slow[0] and self.slow[1] == "headers":
+            self.end_slowly(b"x-more: ")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        if self.path == self.slow[0]:
+            self.end_slowly(b"")
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def end_slowly(self, begun):
+        self.flush_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(begun)
+            while True:
+                self.wfile.write(b"a")
+                time.sleep(0.05)
+        raise ConnectionAbortedError
+
+
+@pytest.fixture
+def dripping(role, monkeypatch):
+    """Makes a config whose role is a server that drips."""
+    monkeypatch.setattr(readiness, "ASK_SECONDS", 0.3)
+    monkeypatch.setattr(readiness, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(socketserver.BaseServer, "handle_error", lambda *_: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Drip) as listener:
+        listener.daemon_threads, listener.block_on_close = True, False
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+
+        def make(path, part, **settings):
+            monkeypatch.setattr(Drip, "slow", (path, part))
+            return role(kind="external", url=f"http://127.0.0.1:{listener.server_port}", **settings)
+
+        yield make
+        listener.shutdown()
+
+
+@pytest.mark.parametrize("part", ["headers", "body"])
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions"])
+def test_a_reply_that_drips_is_a_hang_within_the_time_of_one_answer(dripping, path, part):
+    """R01: a timeout of the socket is one of each read, and a byte now and then holds a night for ever."""
+    started = time.monotonic()
+    assert server.missing(dripping(path, part), "generate").endswith("it accepts a request and does not answer")
+    assert time.monotonic() - started < 2
+
+
+def test_the_pulse_of_a_dripping_server_stops(dripping, tmp_path):
+    """R01"""
+    pulse = supervise.Pulse(dripping("/v1/completions", "body", hang_minutes=0.005), "generate", tmp_path / "log")
+    while pulse.sick is None:
+        time.sleep(0.05)
+    assert "hangs" in pulse.sick
+
+
+def test_status_has_an_exit_code_for_a_script(role, dripping, capsys):
+    run_config = role()
+    call = ["status", "generate", "--config", str(CPU_CONFIG)]
+    for override in run_config.origin.overrides:
+        call += ["--set", override]
+    assert server.main(call) == 3, "not running"
+    server.up(run_config, "generate")
+    assert server.main(call) == 0
+    assert server.main([*call, "--set", "target.served_name=other"]) == 4, "running, and would not serve this run"
+    server.down(run_config, "generate")
+    assert server.main([*call, "--set", "servers.generate.kind=external"]) == 3
+    url = dripping("/health", "body").servers.generate.url
+    assert server.main([*call, "--set", f"servers.generate={{kind: external, url: '{url}'}}"]) == 4
+    assert server.main([*call, "--set", "run.nam=x"]) == 2
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["alive"], each["ready"]) for each in said] == [
+        (False, False), (True, True), (True, False), (False, False), (True, False),
+    ]  # fmt: skip
+
+
 def test_a_boot_failure_ends_the_wait_at_once_with_the_end_of_the_log(role, caplog):
     """R01"""
     caplog.set_level("INFO")
@@ -163,7 +251,7 @@ def test_a_boot_failure_ends_the_wait_at_once_with_the_end_of_the_log(role, capl
 
 def test_a_healthy_server_with_a_hanging_engine_is_not_ready_and_is_not_left_behind(role, monkeypatch):
     """R01"""
-    monkeypatch.setattr(server, "PROBE_SECONDS", 1)
+    monkeypatch.setattr(readiness, "PROBE_SECONDS", 1)
     run_config = role("hang", start_minutes=0.05)
     with pytest.raises(ResumableError, match="not ready after 0.05 min: .* hangs"):
         server.up(run_config, "generate")
@@ -340,7 +428,7 @@ def test_a_unit_that_fails_to_boot_shows_its_journal(role, machine, caplog):
 
 def test_a_unit_that_systemd_restarts_again_and_again_is_given_up(role, machine, monkeypatch):
     """R01"""
-    monkeypatch.setattr(server, "PROBE_SECONDS", 1)
+    monkeypatch.setattr(readiness, "PROBE_SECONDS", 1)
     run_config = role(kind="systemd", unit="vllm-test", start_minutes=1)
     machine.unit(run_config, "hang")
     restarts = machine.units / "vllm-test.restarts"
@@ -366,18 +454,29 @@ def test_a_units_folder_is_linked_to_the_run_and_another_run_restarts_it(role, m
     assert changes == ["start", "stop", "start"]
 
 
+ELSEWHERE, NO_RIGHT = "kind to command, or run this on the host of the unit", "needs the right .*docs/operations.md"
+
+
 @pytest.mark.parametrize(
-    ("prepare", "message"), [("refuse", "password is required"), ("", "no systemd unit vllm-test")]
+    ("said", "remedy"),
+    [
+        ("sudo: a password is required", NO_RIGHT),
+        ("sudo: sorry, user you is not allowed to execute '/usr/bin/systemctl' as root on box", NO_RIGHT),
+        ("Failed to stop vllm-test.service: Interactive authentication required.", NO_RIGHT),
+        ("System has not been booted with systemd as init system (PID 1). Can't operate.\nFailed to", ELSEWHERE),
+        ("Failed to connect to bus: No such file or directory", ELSEWHERE),
+        (None, "no systemd unit vllm-test; install"),
+    ],
 )
-def test_what_the_user_must_change_about_systemd_is_one_line(role, machine, prepare, message):
-    if prepare:
-        (machine.units / prepare).touch()
-    with pytest.raises(ConfigError, match=message):
+def test_what_the_user_must_change_about_systemd_is_one_line(role, machine, said, remedy):
+    if said:
+        (machine.units / "refuse").write_text(said)
+    with pytest.raises(ConfigError, match=f"^[^\n]*{remedy}[^\n]*$"):
         server.up(role(kind="systemd", unit="vllm-test"), "generate")
 
 
 @pytest.fixture
-def systemd(tmp_path, monkeypatch):
+def manager(tmp_path, monkeypatch):
     """A real systemd user manager, in a mount namespace that makes it believe the machine was booted with systemd."""
     program = Path("/lib/systemd/systemd")
     if os.getuid() or not program.exists() or not shutil.which("unshare"):
@@ -387,7 +486,7 @@ def systemd(tmp_path, monkeypatch):
         f"mount -t tmpfs none /run && mkdir -p /run/systemd/system && exec {program} --user --log-target=console"
     )
     with open(tmp_path / "log", "w") as output:
-        manager = subprocess.Popen(["unshare", "-m", "sh", "-c", pretend], stdout=output, stderr=output)
+        started = subprocess.Popen(["unshare", "-m", "sh", "-c", pretend], stdout=output, stderr=output)
     try:
         for _ in range(100):
             if not subprocess.run(["systemctl", "--user", "show", "-p", "Version"], capture_output=True).returncode:
@@ -397,11 +496,11 @@ def systemd(tmp_path, monkeypatch):
             pytest.skip(f"systemd does not run here: {(tmp_path / 'log').read_text()[-200:]}")
         yield tmp_path / "systemd/user"
     finally:
-        manager.terminate()
-        manager.wait(10)
+        started.terminate()
+        started.wait(10)
 
 
-def test_real_systemd_starts_restarts_and_stops_a_unit(role, systemd):
+def test_real_systemd_starts_restarts_and_stops_a_unit(role, manager):
     """R01, R02: what the scripted systemctl of the other tests answers is what systemd answers."""
     run_config = role(kind="systemd", unit="vllm-test", systemctl=["systemctl", "--user"])
     with pytest.raises(ConfigError, match="no systemd unit vllm-test"):
@@ -409,16 +508,16 @@ def test_real_systemd_starts_restarts_and_stops_a_unit(role, systemd):
     line = f"{SCRIPTS / 'fake_vllm'} -m vllm --served-model-name smollm2 --max-model-len 1024"
     line += f" --host 127.0.0.1 --port {run_config.servers.generate.url.rpartition(':')[2]}"
     service = f"[Service]\nExecStart={sys.executable} {line}\nRestart=on-failure\nRestartSec=0.1\nUMask=0002\n"
-    systemd.mkdir(parents=True, exist_ok=True)
-    (systemd / "vllm-test.service").write_text(service)
+    manager.mkdir(parents=True, exist_ok=True)
+    (manager / "vllm-test.service").write_text(service)
     ask = run_config.servers.generate
-    server.systemctl(ask, "daemon-reload")
+    systemd.systemctl(ask, "daemon-reload")
     server.up(run_config, "generate")
-    assert server.properties(ask)["UMask"] == "0002" and server.restarts_of(ask) == 0
+    assert systemd.properties(ask)["UMask"] == "0002" and systemd.restarts(ask) == 0
     assert not list(preflight.units(run_config)), "an active unit is asked to start, which changes nothing"
-    main = int(server.systemctl(ask, "show", "-p", "MainPID", "--value", "vllm-test"))
+    main = int(systemd.systemctl(ask, "show", "-p", "MainPID", "--value", "vllm-test"))
     os.kill(main, 9)
-    while server.restarts_of(ask) == 0:
+    while systemd.restarts(ask) == 0:
         time.sleep(0.05)
     server.wait(run_config, "generate")
     server.down(run_config, "generate")
