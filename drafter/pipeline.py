@@ -25,6 +25,7 @@ from drafter import (
     errors,
     gpu,
     interrupts,
+    model_folder,
     plan,
     process,
     report,
@@ -402,7 +403,7 @@ def main(argv: list[str] | None = None) -> int:
                 probe(run_config)
             print(plan.show(run_config, None, args.deadline, args.done_by))
             return 0
-        if run_config.target.model == config.DEFAULT_MODEL:
+        if run_config.target.model == model_folder.DEFAULT_MODEL:
             default_model.ensure()
         if args.dry_run:
             from drafter import dry_run  # needs torch

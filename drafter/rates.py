@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from drafter import config, gpu, stage
+from drafter import config, gpu, model_folder, stage
 from drafter.errors import ConfigError, StageError
 
 PROFILES = config.ROOT / "configs/profiles"
@@ -166,7 +166,7 @@ def default_profile(run_config: config.Config) -> str:
         hidden = run_config.target.architecture.hidden_size
     except ConfigError:
         # A model that is not on this machine is not this machine's; the default one is made when it is needed.
-        hidden = 0 if run_config.target.model == config.DEFAULT_MODEL else LARGE_MODEL + 1
+        hidden = 0 if run_config.target.model == model_folder.DEFAULT_MODEL else LARGE_MODEL + 1
     if hidden > LARGE_MODEL:
         return "rtx_pro_6000_x8"
     return "h200_x1" if gpu.memory_used() else "cpu_2cores"

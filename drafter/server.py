@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu, interrupts, process, readiness, stage, systemd
+from drafter import artifacts, config, gpu, interrupts, model_folder, process, readiness, stage, systemd
 from drafter.errors import ConfigError, ResumableError
 from drafter.launch import command, environment
 
@@ -206,7 +206,7 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
             return
         log.info("server %s runs with other arguments: stopping it first", role)
     _stop(run_config, role)  # also what outlived a dead one: once the new one is recorded, nobody would end it
-    config.read_architecture(run_config.target.model)  # a model that is not there would be vLLM's to find out
+    model_folder.read_architecture(run_config.target.model)  # a model that is not there would be vLLM's to find out
     address = urlsplit(server.url)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free

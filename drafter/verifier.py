@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from drafter.config import read_architecture
 from drafter.errors import ConfigError
+from drafter.model_folder import read_architecture
 
 EMBED = "embed_tokens.weight"
 NORM = "model.norm.weight"

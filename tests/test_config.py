@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from drafter import config
+from drafter import config, model_folder
 from drafter.errors import ConfigError
 
 DEFAULT = config.ROOT / "configs/smollm2_cpu.yaml"
@@ -66,13 +66,49 @@ def test_one_mistake_is_one_error(override):
         ("prompts.7.count=1", "no such place"),
         ("run.name=../up", "run.name"),
         ("prompts=[", "is not YAML"),
-        ("run.name=2026-11-31", "is not YAML"),  # to YAML a date, of a day that there is not
         ("generate.temperature=.inf", "finite"),
         ("generate.top_p=0", "greater than 0"),
         ("train.betas=[2, 3]", "less than 1"),
         ("servers.generate.url=127.0.0.1:8000", "no http address"),
         ("servers.generate.url=http://127.0.0.1:port", "servers.generate.url"),
-        ("target.chat_template_kwargs={day: 2026-01-01}", "chat_template_kwargs.day"),
+        ("servers.generate.url=http://127.0.0.1:8000/v1", "without /v1"),
+        ("servers.generate.url=https://127.0.0.1:8000", "listens at http://HOST:PORT"),
+        ("servers.generate.url=http://127.0.0.1:8000/kimi", "listens at http://HOST:PORT"),
+        ("servers.generate.args={--max-model-len: 1024}", "servers.generate.args.--max-model-len"),
+        ("servers.generate.args={served_model_name: x}", "follows from target.served_name"),
+        ("servers.generate.systemctl=[]", "at least 1 item"),
+        ("servers.generate.start_minutes=22000", "less than or equal to 10080"),
+        ("servers.generate.gpus=[-1]", "greater than or equal to 0"),
+        ("target.max_seq_len=1", "greater than or equal to 32"),
+        ("target.think_end=-1", "greater than or equal to 0"),
+        ("target.served_name=", "valid string"),
+        ("target.served_name=''", "target.served_name: Value error, is blank"),
+        ("run.on_event=' '", "run.on_event: Value error, is blank"),
+        ("run.dir=''", "run.dir: Value error, is blank"),
+        ("generate.temperature=900", "less than or equal to 2"),
+        ("generate.temperature=-0.1", "greater than or equal to 0"),
+        ("acceptance.cells=[{temperature: 3}]", "acceptance.cells.0.temperature"),
+        ("generate.top_p=1.5", "less than or equal to 1"),
+        ("generate.top_p=-1", "greater than 0"),
+        ("generate.top_k=-2", "greater than or equal to -1"),
+        ("generate.min_p=2", "less than or equal to 1"),
+        ("generate.repetition_penalty=100", "less than or equal to 2"),
+        ("generate.concurrency=200000", "less than or equal to 10000"),
+        ("generate.max_tokens=true", "generate.max_tokens: Input should be a valid integer"),
+        ("generate.temperature=true", "generate.temperature: Input should be a valid number"),
+        ("generate.max_tokens=12:30", "generate.max_tokens: Input should be a valid integer"),
+        ("generate.max_tokens=010", "generate.max_tokens: Input should be a valid integer"),
+        ("extract.reserve_gb=1:30", "extract.reserve_gb: Input should be a valid number"),
+        ("train.lr=2.0e5", "less than or equal to 1"),
+        ("train.ttt_steps=300", "less than or equal to 64"),
+        ("train.trainable=[]", "at least 1 item"),
+        ("acceptance.cells=[]", "at least 1 item"),
+        ("acceptance.drafters=[]", "at least 1 item"),
+        ("prompts=[]", "at least 1 item"),
+        ("prompts=[{name: a, path: x}, {name: a, path: y}]", "two sources are called a"),
+        ('train.warm_start="a\\0b"', "has a NUL byte"),
+        ('target.special_tokens={"\\ud800": 1}', "half a character"),
+        ("train={lr: 0.1, epochs: 2, lr: 0.2}", "the key lr is there twice"),
     ],
 )
 def test_a_bad_value_is_one_line_that_names_its_place(override, said):
@@ -95,10 +131,10 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, content):
 def test_a_model_folder_without_a_models_config_is_one_line(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        config.read_architecture(tmp_path)
+        model_folder.read_architecture(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="no model at"):
-        config.read_architecture(tmp_path / "config.json")
+        model_folder.read_architecture(tmp_path / "config.json")
 
 
 def test_resolved_config_reads_back_equal(tmp_path):
@@ -111,6 +147,34 @@ def test_overrides_are_yaml_values():
     resolved = config.load(DEFAULT, ["target.chat_template_kwargs={thinking: false}", "train.warm_start=null"])
     assert resolved.target.chat_template_kwargs == {"thinking": False}
     assert resolved.train.warm_start is None
+
+
+def test_a_key_that_is_there_twice_is_refused_with_both_its_lines(tmp_path):
+    """The later one once won in silence; what an alias brings may still be changed."""
+    (path := tmp_path / "config.yaml").write_text(DEFAULT.read_text() + "run:\n  name: other\n")
+    line = len(path.read_text().splitlines()) - 1
+    with pytest.raises(ConfigError, match=f"the key run is there twice, line 2 and line {line}: take one out$"):
+        config.load(path)
+    assert config.load(config.ROOT / "configs/smollm2_gpu.yaml").servers.extract.url == "http://127.0.0.1:8102"
+
+
+def test_numbers_are_what_they_look_like_and_everything_else_is_text(tmp_path):
+    written = ["1e-3", "2026-11-30", "12:30", "010", "0x10", "1_000", "5", "yes"]
+    said = "{" + ", ".join(f"{key}: {value}" for key, value in zip("abcdefgh", written, strict=True)) + "}"
+    resolved = config.load(DEFAULT, ["train.lr=1e-3", "run.name=2026-11-30", f"target.chat_template_kwargs={said}"])
+    assert (resolved.train.lr, resolved.run.name) == (0.001, "2026-11-30")
+    kwargs = resolved.target.chat_template_kwargs
+    assert list(kwargs.values()) == [0.001, "2026-11-30", "12:30", "010", "0x10", 1000, 5, True]
+    texts = {key: repr(value) for key, value in zip("abcdefgh", written, strict=True)}
+    resolved = config.load(DEFAULT, [f"servers.extract.env={{{', '.join(f'{k}: {v}' for k, v in texts.items())}}}"])
+    assert list(resolved.servers.extract.env.values()) == written
+    (tmp_path / "config.yaml").write_text(resolved.dump())
+    assert config.load(tmp_path / "config.yaml") == resolved
+
+
+def test_a_learning_rate_of_zero_is_allowed():
+    """A warm start that is not to change is how the whole path is proved."""
+    assert config.load(DEFAULT, ["train.lr=0"]).train.lr == 0
 
 
 def test_relative_paths_are_taken_from_the_project_root(monkeypatch, tmp_path):
@@ -143,7 +207,7 @@ def test_missing_and_broken_config_files_are_named(tmp_path):
 
 
 def test_nested_target_config_is_unwrapped(tmp_path):
-    found = config.read_architecture(kimi_folder(tmp_path))
+    found = model_folder.read_architecture(kimi_folder(tmp_path))
     assert (found.num_layers, found.hidden_size, found.vocab_size) == (61, 7168, 163840)
     assert found.rms_norm_eps == 1e-5 and found.name == "KimiK25ForConditionalGeneration"
 

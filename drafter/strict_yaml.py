@@ -1,0 +1,74 @@
+"""YAML as a person means it: no key twice, numbers in decimal notation alone, nothing that cannot be written again.
+
+YAML 1.1, which PyYAML reads, has 12:30 as 750, 010 as 8, 2026-11-30 as a date and 1e-3 as text, and of two equal keys
+takes the last in silence. Here 1e-3 is a number and the other three are text.
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+MERGE, TIMESTAMP = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"
+NUMBERS = (
+    (INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), "-+0123456789"),
+    (
+        FLOAT,
+        re.compile(
+            r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        "-+.0123456789",
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Raises yaml.MarkedYAMLError, which says the line."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """A key that `<<` brings may be given anew, but no two may stand in one mapping."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if first := lines.get(key.value):
+                    why = f"the key {key.value} is there twice, line {first} and line {line}: take one out"
+                    raise yaml.composer.ComposerError(None, None, why)
+                lines[key.value] = line
+        return node
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        value = super().construct_scalar(node)
+        try:
+            if "\0" in value:
+                raise ValueError
+            value.encode()
+        except ValueError:
+            why = f"a text in line {node.start_mark.line + 1} has a NUL byte, or half a character"
+            raise yaml.constructor.ConstructorError(None, None, why) from None
+        return value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would not read back as text."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag not in (INT, FLOAT, TIMESTAMP)]
+        for first, known in _class.yaml_implicit_resolvers.items()
+    }
+    for _tag, _pattern, _first in NUMBERS:
+        _class.add_implicit_resolver(_tag, _pattern, list(_first))
+
+
+def load(text: str) -> Any:
+    """Raises yaml.YAMLError, ValueError or RecursionError for what is no YAML."""
+    return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+
+
+def dump(value: Any) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
