@@ -1,10 +1,7 @@
-# Sourced by run_pipeline.sh and tests/run.sh from the project's root. Sets:
+# Sourced by run_pipeline.sh and tests/run.sh from the project's root, for make_environment, which exports
 #   PYTHON  an interpreter that has the requirements: the caller's own (PYTHON=python3 ./run_pipeline.sh),
 #           else .venv, which is made once and again only when a requirements file changes
-#   GPU     yes or no: decides the requirements and the default config
 # shellcheck shell=bash
-
-if nvidia-smi -L >/dev/null 2>&1; then GPU=yes; else GPU=no; fi
 
 find_python() {  # the first interpreter that is new enough and can make an environment
   local candidate
@@ -28,8 +25,9 @@ install_into() {  # install_into VENV LIST...: a list named *-nodeps.txt names e
 }
 
 make_environment() {  # make_environment [LIST...]: .venv with the machine's requirements and these besides
+  [[ -z ${PYTHON:-} ]] || return 0
   local lists stamp python
-  if [[ $GPU == yes ]]; then lists=(requirements.txt requirements-nodeps.txt); else lists=(requirements-cpu.txt requirements-cpu-nodeps.txt); fi
+  if nvidia-smi -L >/dev/null 2>&1; then lists=(requirements.txt requirements-nodeps.txt); else lists=(requirements-cpu.txt requirements-cpu-nodeps.txt); fi
   lists+=("$@")
   mkdir -p .venv || return
   exec 9> .venv/.lock
@@ -48,8 +46,5 @@ make_environment() {  # make_environment [LIST...]: .venv with the machine's req
     echo "$stamp" >> .venv/.installed
   done
   exec 9>&-
-  PYTHON=$PWD/.venv/bin/python
+  export PYTHON=$PWD/.venv/bin/python
 }
-
-if [[ -z ${PYTHON:-} ]]; then make_environment "${EXTRA_REQUIREMENTS[@]}"; fi
-export PYTHON

@@ -18,12 +18,20 @@
 set -euo pipefail
 caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
-EXTRA_REQUIREMENTS=()
 source ./environment.sh
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-cd "$caller"
-if ! "$PYTHON" -c 'import importlib.util, pydantic, yaml; assert importlib.util.find_spec("torch")' >/dev/null 2>&1; then
+if [[ -n ${PYTHON:-} ]] &&
+  ! "$PYTHON" -c 'import importlib.util, pydantic, yaml; assert importlib.util.find_spec("torch")' >/dev/null 2>&1; then
   echo "run_pipeline.sh: PYTHON=$PYTHON is no interpreter with the packages of requirements.txt" >&2
   exit 2
 fi
+# A question for help and a wrong option are answered before anything is installed.
+any=${PYTHON:-$(find_python)}
+answer=$(cd "$caller" && "$any" -m drafter.arguments "$@") && code=0 || code=$?
+if [[ -n $answer || $code != 0 ]]; then
+  printf '%s\n' "$answer"
+  exit "$code"
+fi
+make_environment
+cd "$caller"
 exec "$PYTHON" -m drafter.pipeline "$@"

@@ -1,18 +1,62 @@
-"""The command line of `run_pipeline.sh`."""
+"""The command line of `run_pipeline.sh`, which is understood before its environment is made: by Python alone."""
 
 import argparse
-from datetime import datetime
+import difflib
+import json
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
 
-from drafter import plan
 from drafter.errors import ConfigError
-from drafter.stage import Parser, positive
+
+NUMBERS = ("01b", "02", "04", "05", "06")  # of the stages
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong arguments are a ConfigError, reported as every other one."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message}; --help shows the arguments")
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def next_time(text: str | None, now: datetime) -> datetime | None:
+    """The next HH:MM. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        at = datetime.strptime(text, "%H:%M")
+    except ValueError:
+        raise ConfigError(f"{text} is no time of the day: write it as HH:MM") from None
+    when = now.replace(hour=at.hour, minute=at.minute, second=0, microsecond=0)
+    return when if when > now else when + timedelta(days=1)
 
 
 def read(argv: list[str] | None) -> argparse.Namespace:
-    """Raises ConfigError for arguments that are wrong, or say nothing together: none is ignored in silence."""
+    """`config` is a path or None, `status` whether the word is there.
+
+    Raises ConfigError for arguments that are wrong, or say nothing together: none is ignored in silence.
+    """
     args = parser().parse_args(argv)
+    args.status = "status" in args.config
+    paths = [word for word in args.config if word != "status"]
+    if len(paths) > 1:
+        raise ConfigError(f"one config a run, not {' and '.join(paths)}")
+    args.config = paths[0] if paths else None
+    if paths and not Path(args.config).exists():
+        meant = ", did you mean status?" if difflib.get_close_matches(args.config, ["status"]) else ""
+        raise ConfigError(f"no config file {args.config}{meant}")
+    for number in (args.first, args.only):
+        if number not in (None, *NUMBERS):
+            raise ConfigError(f"no stage {number}: choose from {', '.join(NUMBERS)}")
     for time_of_day in (args.deadline, args.done_by):
-        plan.next_time(time_of_day, datetime.now())  # a wrong one is told now, not once 01b begins
+        next_time(time_of_day, datetime.now())  # a wrong one is told now, not once 01b begins
     if (args.probe or args.done_by) and not args.plan:
         raise ConfigError("--probe and --done-by belong to a plan: write --plan before them")
     part = {"--from": args.first, "--only": args.only, "--limit": args.limit}
@@ -20,7 +64,7 @@ def read(argv: list[str] | None) -> argparse.Namespace:
     if args.plan and given:
         raise ConfigError(f"--plan is of the whole run: leave out {given[0]}")
     flags = [*given, *(["--deadline"] if args.deadline else []), *(["--plan"] if args.plan else [])]
-    if "status" in args.config and (flags or args.dry_run):
+    if args.status and (flags or args.dry_run):
         raise ConfigError(f"status shows what is there: leave out {[*flags, '--dry-run'][0]}")
     if args.deadline and (args.only or args.first or "01b") != "01b":
         raise ConfigError("--deadline ends 01b, which is not to run: leave out one of the two")
@@ -31,7 +75,7 @@ def parser() -> Parser:
     result = Parser(prog="run_pipeline.sh", description="Every stage in its turn, each with the server it needs.")
     result.add_argument("config", nargs="*", metavar="[status] [CONFIG]", help="default: SmolLM2 on this machine")
     which = result.add_mutually_exclusive_group()
-    which.add_argument("--from", dest="first", metavar="NN", help="start at this stage (01b, 02, 04, 05, 06)")
+    which.add_argument("--from", dest="first", metavar="NN", help=f"start at this stage ({', '.join(NUMBERS)})")
     which.add_argument("--only", metavar="NN", help="this stage alone")
     result.add_argument("--limit", type=positive, metavar="N", help="at most N rows a stage")
     result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating")
@@ -48,3 +92,18 @@ def parser() -> Parser:
     result.add_argument("--done-by", metavar="HH:MM", help="with --plan: say what is done by then, and propose it")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Silent about arguments that are right; else as the pipeline itself would say it."""
+    try:
+        read(argv)
+    except ConfigError as error:
+        print(f"run_pipeline.sh: {error}", file=sys.stderr)
+        print(json.dumps({"status": "failed", "error": str(error), "exit_code": error.exit_code}))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -5,7 +5,6 @@ command continues after any failure and does nothing after the end.
 """
 
 import contextlib
-import difflib
 import json
 import logging
 import os
@@ -369,12 +368,7 @@ def _only_logged(what: str) -> Iterator[None]:
 
 
 def chosen(first: str | None, only: str | None) -> tuple[Step, ...]:
-    """Raises ConfigError for a number that is no stage's."""
-    numbers = [step.number for step in STEPS]
-    number = only or first or numbers[0]
-    if number not in numbers:
-        raise ConfigError(f"no stage {number}: choose from {', '.join(numbers)}")
-    at = numbers.index(number)
+    at = arguments.NUMBERS.index(only or first or arguments.NUMBERS[0])
     return STEPS[at : at + 1 if only else None]
 
 
@@ -388,13 +382,8 @@ def main(argv: list[str] | None = None) -> int:
     pipeline: Pipeline | None = None
     try:
         args = arguments.read(argv)
-        words = [word for word in args.config if word != "status"]
-        if len(words) > 1:
-            raise ConfigError(f"one config a run, not {' and '.join(words)}")
-        if words and not Path(words[0]).exists() and difflib.get_close_matches(words[0], ["status"]):
-            raise ConfigError(f"no config file {words[0]}, did you mean status?")
-        run_config = config.load(words[0] if words else default_config(), args.overrides)
-        if "status" in args.config:
+        run_config = config.load(args.config or default_config(), args.overrides)
+        if args.status:
             print("\n".join(status.lines(run_config)))
             return 0
         pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, args.deadline)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from drafter import artifacts, config, sources, stage
+from drafter.arguments import next_time
 from drafter.artifacts import size
 from drafter.errors import ConfigError
 from drafter.rates import (
@@ -302,18 +303,6 @@ def _platforms(run_config: config.Config, asked: int) -> list[str]:
                 f"{hours.high:.1f} h, {cost} of idle GPUs: train where they are"
             )
     return [table(["platform (01b, 02, 04)", "time", "cost"], rows), *moves]
-
-
-def next_time(text: str | None, now: datetime) -> datetime | None:
-    """The next HH:MM. Raises ConfigError."""
-    if text is None:
-        return None
-    try:
-        at = datetime.strptime(text, "%H:%M")
-    except ValueError:
-        raise ConfigError(f"{text} is no time of the day: write it as HH:MM") from None
-    when = now.replace(hour=at.hour, minute=at.minute, second=0, microsecond=0)
-    return when if when > now else when + timedelta(days=1)
 
 
 def show(run_config: config.Config, profile_name: str | None, deadline: str | None, done_by: str | None) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter import artifacts, config, contracts, interrupts, process
+from drafter.arguments import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 
 log = logging.getLogger("drafter")
@@ -174,20 +175,6 @@ def versions() -> dict[str, str]:
         if described.returncode == 0:
             found["commit"] = described.stdout.strip()
     return found
-
-
-class Parser(argparse.ArgumentParser):
-    """Wrong arguments are a ConfigError, reported as every other one."""
-
-    def error(self, message: str):
-        raise ConfigError(f"{message}; --help shows the arguments")
-
-
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
 
 
 def tool_parser(description: str, prog: str | None = None) -> Parser:

@@ -2,8 +2,8 @@
 # Every test, in the environment of run_pipeline.sh. Arguments go to pytest: tests/run.sh -m "not vllm"
 set -euo pipefail
 cd "$(dirname "$0")/.."
-EXTRA_REQUIREMENTS=(requirements-test.txt)
 source ./environment.sh
+make_environment requirements-test.txt
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .

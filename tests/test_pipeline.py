@@ -240,6 +240,30 @@ def test_an_interpreter_that_is_none_is_said_in_one_line(python, tmp_path):
     assert (done.returncode, len(done.stderr.splitlines()), python in done.stderr) == (2, 1, True)
 
 
+@pytest.mark.parametrize(
+    ("call", "code", "said"),
+    [
+        ("--help", 0, "usage: run_pipeline.sh"),
+        ("--what", 2, "unrecognized arguments: --what"),
+        ("--only 07", 2, "no stage 07"),
+        ("stauts", 2, "did you mean status?"),
+    ],
+)
+def test_help_and_a_wrong_option_are_answered_before_anything_is_installed(tmp_path, call, code, said):
+    """With nothing of the package that needs more than Python."""
+    for name in (
+        "run_pipeline.sh",
+        "environment.sh",
+        *(f"drafter/{n}.py" for n in ("__init__", "arguments", "errors")),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(config.ROOT / name, tmp_path / name)
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / "run_pipeline.sh", *call.split()], env=env, capture_output=True, text=True)
+    assert (done.returncode, said in done.stdout) == (code, True), done.stderr
+    assert not (tmp_path / ".venv").exists() and len(done.stderr.splitlines()) == bool(code)
+
+
 def test_a_stage_taken_from_another_run_is_passed_over(night):
     other = night.folder / "other"
     take = f"run.take={{01b_synthetic: {other}}}"
