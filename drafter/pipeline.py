@@ -289,6 +289,8 @@ class Pipeline:
             if own.unit in production:
                 with _only_logged(f"giving back {own.unit}"):
                     systemd.start(own)
+                    if not systemd.is_active(own):
+                        raise ResumableError("it does not start; its journal says why")
                     production.discard(own.unit)
                     log.info("%s is starting again, as it was before", own.unit)
         self.state["production"] = sorted(production)

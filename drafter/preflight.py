@@ -157,16 +157,15 @@ def units(run_config: config.Config) -> Iterator[str]:
         own = getattr(run_config.servers, role)
         if own.kind != "systemd":
             continue
-        running = server.alive(run_config, role)
-        if Path(own.systemctl[0]).name != "sudo":
-            # What changes nothing and takes the same right.
-            systemd.systemctl(own, *(systemd.START if running else systemd.STOP), own.unit)
-            continue
-        for verb in (systemd.START, systemd.STOP, systemd.STATUS):
-            asked = [own.systemctl[0], "-l", *own.systemctl[1:], *verb, own.unit]
-            if process.run(asked, timeout=30).returncode:
-                line = shlex.join([*own.systemctl, *verb, own.unit])
-                yield f"servers.{role}: this user may not run {line}; allow it in sudoers, see docs/operations.md"
+        if Path(own.systemctl[0]).name == "sudo":
+            for line in systemd.commands(own):
+                if process.run([line[0], "-l", *line[1:]], timeout=30).returncode:
+                    yield (
+                        f"servers.{role}: this user may not run {shlex.join(line)}; "
+                        "allow it in sudoers, see docs/operations.md"
+                    )
+        # What changes nothing and takes the same right: sudo also lists what it would ask a password for.
+        systemd.systemctl(own, *(systemd.START if server.alive(run_config, role) else systemd.STOP), own.unit)
 
 
 def shared_folder(run_config: config.Config) -> Iterator[str]:

@@ -285,11 +285,11 @@ def _settings(run_config: config.Config, role: config.Role) -> config.Server:
 
 
 def _show_tail(run_config: config.Config, role: config.Role) -> str:
-    """Show the end of the role's log to the person watching; the last line is returned, for the error."""
+    """Show the end of the role's log to the person watching; the server's own last line, for the error."""
     lines = tail(run_config, role).strip().splitlines() or ["its log is empty"]
     for line in lines:
         log.info("  %s| %s", role, line[:200])
-    return lines[-1][:200]
+    return next((line for line in reversed(lines) if " systemd[" not in line), lines[-1])[:200]
 
 
 def tail(run_config: config.Config, role: config.Role) -> str:

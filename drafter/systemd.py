@@ -1,19 +1,22 @@
 """The systemd units of servers, through systemctl with the prefix of the config (`sudo -n`)."""
 
+import contextlib
 import shlex
 import subprocess
+from pathlib import Path
 
 from drafter import config, process
 from drafter.errors import ConfigError, ResumableError
 
 TAIL_LINES = 40
 
-# What is asked of systemctl, before the unit's name: the rights that a prefix must give.
+# What is asked of systemctl, before the unit's name.
+FORGIVE = ("reset-failed",)
 START = ("start", "--no-block")
 STOP = ("stop",)
-PROPERTIES = ("LoadState", "ActiveState", "NRestarts", "User", "Group", "UMask")
+PROPERTIES = ("LoadState", "ActiveState", "Job", "NRestarts", "User", "Group", "UMask")
 SHOW = ("show", *(part for name in PROPERTIES for part in ("-p", name)))
-STATUS = ("status", "--no-pager", "--full", "-n", str(TAIL_LINES))
+JOURNAL = ("--no-pager", "--no-hostname", "-n", str(TAIL_LINES), "-u")  # of journalctl
 
 ELSEWHERE = "systemd does not run here: set servers.<role>.kind to command, or run this on the host of the unit"
 NO_RIGHT = "this user needs the right to do so, see docs/operations.md (sudoers, servers.<role>.systemctl)"
@@ -54,8 +57,10 @@ def properties(server: config.Server) -> dict[str, str]:
 
 
 def is_active(server: config.Server) -> bool:
-    """Whether the unit runs or starts. Raises ConfigError."""
-    return properties(server).get("ActiveState") in ("active", "activating", "reloading")
+    """Whether the unit runs, starts, or waits to start until another one has stopped. Raises ConfigError."""
+    found = properties(server)
+    queued = found.get("ActiveState") in ("inactive", "failed") and found.get("Job")
+    return bool(queued) or found.get("ActiveState") in ("active", "activating", "reloading")
 
 
 def restarts(server: config.Server) -> int:
@@ -63,7 +68,19 @@ def restarts(server: config.Server) -> int:
     return int(properties(server).get("NRestarts") or 0)
 
 
+def commands(server: config.Server) -> list[list[str]]:
+    """Every command line that a night runs on the unit: the rights that a prefix must give."""
+    verbs = (FORGIVE, START, STOP, SHOW)
+    return [[*server.systemctl, *verb, server.unit] for verb in verbs] + [_journal(server)]
+
+
 def start(server: config.Server) -> None:
+    """Start the unit, however often it was started or died lately. Raises ConfigError.
+
+    Beyond the unit's StartLimitBurst systemd would take the request, report success, and start nothing.
+    """
+    with contextlib.suppress(ConfigError):  # a unit that never ran has nothing to forgive
+        systemctl(server, *FORGIVE, server.unit)
     systemctl(server, *START, server.unit)
 
 
@@ -72,6 +89,12 @@ def stop(server: config.Server) -> None:
 
 
 def tail(server: config.Server) -> str:
-    """The last lines of the unit's journal."""
-    # `status` exits 3 for a stopped unit: its output is wanted all the same.
-    return process.run([*server.systemctl, *STATUS, server.unit], 60).stdout
+    """The last lines of the unit's journal, of earlier starts too: `systemctl status` shows the latest one's only."""
+    return process.run(_journal(server), 60).stdout
+
+
+def _journal(server: config.Server) -> list[str]:
+    asked = [
+        Path(word).with_name("journalctl") if Path(word).name == "systemctl" else word for word in server.systemctl
+    ]
+    return [*map(str, asked), *JOURNAL, server.unit]

@@ -116,9 +116,8 @@ def test_the_extract_unit_sets_nothing_that_vllm_refuses_beside_a_connector():
 def test_sudo_permits_what_the_pipeline_asks_of_the_units_and_nothing_else(kimi):
     text = re.sub(r"\\\n", " ", (ROOT / "configs/systemd/sudoers").read_text())
     allowed = re.search(r"^Cmnd_Alias DRAFTER =(.*)$", text, re.M).group(1).split(",")
-    units = [kimi.servers.generate.unit, kimi.servers.extract.unit]
-    verbs = (systemd.START, systemd.STOP, systemd.SHOW, systemd.STATUS)
-    asked = {" ".join(["/usr/bin/systemctl", *verb, unit]) for verb in verbs for unit in units}
+    roles = (kimi.servers.generate, kimi.servers.extract)
+    asked = {f"/usr/bin/{' '.join(line[2:])}" for own in roles for line in systemd.commands(own)}
     assert {" ".join(command.split()) for command in allowed} == asked
     assert all(own.systemctl == ("sudo", "-n", "systemctl") for own in (kimi.servers.generate, kimi.servers.extract))
 

@@ -436,8 +436,9 @@ def test_the_production_server_is_given_back(night, word):
     code, _, err = night.run(_04_train=word)
     assert code == (1 if word else 0), err
     assert night.production_active()
-    calls = (night.units / "calls.log").read_text()
-    assert "stop vllm-team" in calls and calls.rstrip().rpartition("start")[2] == " vllm-team"
+    calls = (night.units / "calls.log").read_text().splitlines()
+    changes = [call for call in calls if call.startswith("st")]
+    assert "stop vllm-team" in changes and changes[-1] == "start vllm-team"
 
 
 def test_the_production_server_is_given_back_after_a_signal_and_after_a_kill(night):
@@ -475,6 +476,23 @@ def test_a_copied_run_does_not_give_back_what_the_original_owes(night, tmp_path)
         following._remember()
         owed[each.run.name] = following.state["production"]
     assert owed == {"smollm2_cpu": ["vllm-team"], "copy": []}
+
+
+def test_a_production_server_that_does_not_start_stays_owed(night, monkeypatch):
+    """R01: a start beyond the unit's StartLimitBurst is taken without an error, and nothing starts."""
+    night.production(active=False)
+    for name, value in night.environment().items():
+        monkeypatch.setenv(name, value)
+    this = pipeline.Pipeline(config.load(CPU_CONFIG, night.overrides), pipeline.STEPS, None, None)
+    this.state["production"] = ["vllm-team"]
+    (night.units / "deaf").touch()
+    this._give_back()
+    assert this.state["production"] == ["vllm-team"]
+    (night.units / "deaf").unlink()
+    this._give_back()
+    assert this.state["production"] == [] and night.production_active()
+    verbs = [line.split()[0] for line in (night.units / "calls.log").read_text().splitlines()]
+    assert verbs[verbs.index("start") - 1] == "reset-failed"
 
 
 def test_a_unit_that_was_down_is_down_afterwards(night):

@@ -12,7 +12,7 @@ import pytest
 from conftest import CPU_CONFIG, free_port
 from test_server import SCRIPTS, machine  # noqa: F401 - a fixture
 
-from drafter import config, preflight
+from drafter import config, preflight, systemd
 from drafter.errors import ConfigError
 
 
@@ -127,35 +127,48 @@ def test_a_stage_without_its_input_is_refused_with_the_command_that_makes_it(loa
 
 
 def test_a_unit_that_is_not_installed_or_may_not_be_stopped_is_found(load, machine):  # noqa: F811
-    systemd = ("servers.generate.kind=systemd", "servers.generate.unit=vllm-test")
-    assert "no systemd unit vllm-test" in found(load(*systemd))[0]
+    unit = ("servers.generate.kind=systemd", "servers.generate.unit=vllm-test")
+    assert "no systemd unit vllm-test" in found(load(*unit))[0]
     (machine.units / "vllm-test").touch()
-    assert found(load(*systemd)) == []
+    assert found(load(*unit)) == []
     assert machine.calls()[-2] == "stop vllm-test", "an idle unit is asked for what changes nothing"
     (machine.units / "refuse-stop").touch()
-    assert "Access denied" in found(load(*systemd))[0]
+    assert "Access denied" in found(load(*unit))[0]
 
 
-@pytest.mark.parametrize("forbidden", ["start", "stop", "status", None])
-def test_a_prefix_must_permit_exactly_what_is_run(load, machine, monkeypatch, forbidden):  # noqa: F811
-    sudo = machine.units / "sudo"
-    sudo.write_text(
-        f"""#!/bin/sh
-[ "$1" = -l ] || {{ shift; exec "$@"; }}
-echo "$@" >> {machine.units}/asked
-[ "$4" != "{forbidden}" ]
+SUDO = """#!/bin/sh
+[ "$1" = -l ] || {{ [ "$3" != {refused} ] || exit 1; shift; exec "$@"; }}
+shift 2
+echo "$@" >> {asked}
+[ "$2" != {unlisted} ] && [ "$1" != {unlisted} ]
 """
-    )
+
+
+@pytest.mark.parametrize("forbidden", ["reset-failed", "start", "stop", "show", "journalctl", None])
+def test_a_prefix_must_permit_exactly_what_is_run(load, machine, monkeypatch, forbidden):  # noqa: F811
+    asked, sudo = machine.units / "asked", machine.units / "sudo"
+    sudo.write_text(SUDO.format(asked=asked, unlisted=forbidden, refused=None))
     sudo.chmod(0o755)
     (machine.units / "vllm-test").touch()
     monkeypatch.setenv("PATH", f"{machine.units}:{os.environ['PATH']}")
     prefix = "servers.generate.systemctl=[sudo, -n, systemctl]"
-    findings = found(load("servers.generate.kind=systemd", "servers.generate.unit=vllm-test", prefix))
-    assert [line.split()[8:10] for line in findings] == ([["systemctl", forbidden]] if forbidden else [])
-    asked = (machine.units / "asked").read_text().splitlines()
-    assert [line.removeprefix("-l -n systemctl ") for line in asked] == [
-        "start --no-block vllm-test", "stop vllm-test", "status --no-pager --full -n 40 vllm-test"
-    ]  # fmt: skip
+    run_config = load("servers.generate.kind=systemd", "servers.generate.unit=vllm-test", prefix)
+    findings = found(run_config)
+    assert len(findings) == bool(forbidden) and all(forbidden in line.split()[8:10] for line in findings)
+    lines = [f"sudo -n {line}" for line in asked.read_text().splitlines()]
+    assert lines == [" ".join(line) for line in systemd.commands(run_config.servers.generate)]
+
+
+def test_a_right_that_is_listed_and_asks_for_a_password_is_found(load, machine, monkeypatch):  # noqa: F811
+    """sudo lists a command that wants a password as permitted, once another one wants none."""
+    sudo = machine.units / "sudo"
+    sudo.write_text(SUDO.format(asked="/dev/null", unlisted=None, refused="stop"))
+    sudo.chmod(0o755)
+    (machine.units / "vllm-test").touch()
+    monkeypatch.setenv("PATH", f"{machine.units}:{os.environ['PATH']}")
+    prefix = "servers.generate.systemctl=[sudo, -n, systemctl]"
+    (finding,) = found(load("servers.generate.kind=systemd", "servers.generate.unit=vllm-test", prefix))
+    assert finding.startswith("sudo -n systemctl stop vllm-test")
 
 
 # Who may write where: what preflight says is held against what two real users can do.
@@ -221,13 +234,13 @@ def test_it_is_known_whether_this_user_may_rename_and_delete_what_the_server_wri
 def test_the_units_user_and_umask_come_from_systemd(load, machine):  # noqa: F811
     (machine.units / "vllm-test").touch()
     (machine.units / "user").write_text("User=nobody-here\nUMask=0022")
-    systemd = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
-    assert found(load(*systemd)) == ["vllm-test: getpwnam(): name not found: 'nobody-here'"]
+    unit = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
+    assert found(load(*unit)) == ["vllm-test: getpwnam(): name not found: 'nobody-here'"]
 
 
 def test_a_link_that_cannot_be_made_is_found(load, machine, tmp_path):  # noqa: F811
     (machine.units / "vllm-test").touch()
     (tmp_path / "taken").mkdir()
-    systemd = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
-    (finding,) = found(load(*systemd, f"servers.extract.link={tmp_path / 'taken'}"))
+    unit = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
+    (finding,) = found(load(*unit, f"servers.extract.link={tmp_path / 'taken'}"))
     assert "cannot be made a link" in finding

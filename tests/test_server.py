@@ -410,7 +410,8 @@ def test_a_unit_is_started_waited_for_and_stopped(role, machine):
     server.check(run_config, "generate")
     server.down(run_config, "generate")
     assert not server.alive(run_config, "generate")
-    assert [call for call in machine.calls() if not call.startswith("show")][:2] == [
+    assert [call for call in machine.calls() if not call.startswith("show")][:3] == [
+        "reset-failed vllm-test",
         "start vllm-test",
         "stop vllm-test",
     ]
@@ -507,7 +508,8 @@ def test_real_systemd_starts_restarts_and_stops_a_unit(role, manager):
         server.up(run_config, "generate")
     line = f"{SCRIPTS / 'fake_vllm'} -m vllm --served-model-name smollm2 --max-model-len 1024"
     line += f" --host 127.0.0.1 --port {run_config.servers.generate.url.rpartition(':')[2]}"
-    service = f"[Service]\nExecStart={sys.executable} {line}\nRestart=on-failure\nRestartSec=0.1\nUMask=0002\n"
+    service = "[Unit]\nStartLimitIntervalSec=7200\nStartLimitBurst=2\n"
+    service += f"[Service]\nExecStart={sys.executable} {line}\nRestart=on-failure\nRestartSec=0.1\nUMask=0002\n"
     manager.mkdir(parents=True, exist_ok=True)
     (manager / "vllm-test.service").write_text(service)
     ask = run_config.servers.generate
@@ -523,6 +525,27 @@ def test_real_systemd_starts_restarts_and_stops_a_unit(role, manager):
     server.down(run_config, "generate")
     assert not server.alive(run_config, "generate") and process.birth(main) is None
     assert not list(preflight.units(run_config))
+    server.up(run_config, "generate")  # beyond the start limit
+    server.down(run_config, "generate")
+
+
+def test_real_systemd_keeps_a_start_waiting_for_what_conflicts_and_it_counts_as_alive(role, manager):
+    """R02: the two units share the GPUs, and one that stops takes its time."""
+    run_config = role(kind="systemd", unit="vllm-second", systemctl=["systemctl", "--user"])
+    ask = run_config.servers.generate
+    manager.mkdir(parents=True, exist_ok=True)
+    slow = "[Service]\nExecStart=sleep 60\nExecStop=sleep 1\n"
+    (manager / "vllm-first.service").write_text(slow)
+    (manager / "vllm-second.service").write_text(
+        f"[Unit]\nConflicts=vllm-first.service\nAfter=vllm-first.service\n{slow}"
+    )
+    systemd.systemctl(ask, "daemon-reload")
+    systemd.systemctl(ask, "start", "vllm-first")
+    systemd.start(ask)
+    assert systemd.properties(ask)["ActiveState"] == "inactive" and systemd.is_active(ask)
+    while systemd.properties(ask)["ActiveState"] == "inactive":
+        assert systemd.is_active(ask)
+    assert systemd.is_active(ask)
 
 
 # GPU memory
