@@ -17,20 +17,22 @@ def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
     """The page, from what the stages' own `--dry-run` say. Raises ContractError on a broken manifest."""
     asked = [each["stage"] for each in plans]
     found = preflight.findings(run_config, asked)
+    without_input = preflight.missing_inputs(run_config, asked).values()
     yield f"run {run_config.run.name} in {run_config.run_dir}"
     to_come: set[config.StageName] = set()  # whose output is not all there yet
     for each in plans:
         name = each["stage"]
         before = [needed for needed in preflight.inputs(run_config, name) if needed in to_come]
-        if not before:  # else its findings are about what is not there yet
+        lacks_input = name in without_input
+        if not before and not lacks_input:  # else its findings are about what is not there yet
             for finding in each["findings"]:
                 found.setdefault(finding, name)
-        if before or each["pending"]:
+        if before or lacks_input or each["pending"]:
             to_come.add(name)
-        yield f"  {name:<17} {_work(each, before)}"
+        yield f"  {name:<17} {_work(each, before, lacks_input)}"
         for finding in (text for text, stopped in found.items() if stopped == name):
             yield f"      ! {finding}"
-        for note in each.get("notes", ()):
+        for note in (*each.get("broken", ()), *each.get("notes", ())):
             yield f"      {note}"
     if found:
         yield f"{len(found)} to be put right (!) before `run_pipeline.sh` starts anything"
@@ -38,10 +40,10 @@ def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
         yield "nothing is known that would stop it"
 
 
-def _work(plan: dict, before: list[config.StageName]) -> str:
+def _work(plan: dict, before: list[config.StageName], lacks_input: bool) -> str:
     if before:
         return f"waits for {before[0]}"
-    if plan["findings"]:
+    if lacks_input or plan["findings"]:
         return "cannot begin"
     if "notes" in plan:
         return "all there is to do, how much is not known offline"

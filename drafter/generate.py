@@ -276,7 +276,8 @@ def prepare(stage: Stage) -> Work:
     stage.facts |= before.get("facts", {})
     meta = prompts.materialise(stage.config, stage.folder)
     stage.facts |= {"prompts_sha256": meta["sha256"], "sources": meta["sources"]}
-    _name_broken_lines(stage.folder)
+    for line in broken_lines(stage.folder):
+        say("%s", line)
     if before.get("status") != "complete":
         prompts.forget_rejections(stage.folder, RETRIED)
     work = Work(stage.folder, stage.folder, stage.args.limit)
@@ -345,21 +346,23 @@ def plan(stage: Stage) -> dict:
             return result
         except ResumableError as error:  # only the hub has it, which offline nobody can ask
             return result | {"notes": [str(error)]}
-        _name_broken_lines(mix)
+        broken = broken_lines(mix)
         work = Work(mix, stage.folder, stage.args.limit)
     table = meta["sources"]
     for name, entry in table.items():
         say("%s: %d conversations, %d requests, rejected %s", name, *entry.values())
+    for line in broken:
+        say("%s", line)
+    result["broken"] = broken
     return result | {"pending": len(work.pending), "requests": len(work.requests), "sources": table}
 
 
-def _name_broken_lines(mix: Path) -> None:
-    """Say which conversations of whose sources cannot be used, and why: a person can mend the first few."""
-    broken = [r for r in prompts.read_rejections(mix) if r["at"] == "prompts" and r["reason"] == "bad_conversation"]
-    for record in broken[:BROKEN_NAMED]:
-        say("prompts %s: rejected: %s", record["source"], record["detail"])
-    if len(broken) > BROKEN_NAMED:
-        say("and %d more, in %s", len(broken) - BROKEN_NAMED, prompts.REJECTED)
+def broken_lines(mix: Path) -> list[str]:
+    """The first few conversations that cannot be used: whose, where and why, so that a person can mend them."""
+    broken = prompts.unusable(prompts.read_rejections(mix))
+    lines = [f"prompts {record['source']}: rejected: {record['detail']}" for record in broken[:BROKEN_NAMED]]
+    more = len(broken) - BROKEN_NAMED
+    return [*lines, f"and {more} more, in {prompts.REJECTED} once 01b runs"] if more > 0 else lines
 
 
 def clock(text: str) -> str:

@@ -63,16 +63,18 @@ def inputs(run_config: config.Config, name: config.StageName) -> list[config.Sta
 
 
 def missing_inputs(run_config: config.Config, stages: list[config.StageName]) -> dict[str, config.StageName]:
-    """What a stage reads and neither is there nor is made by an earlier one of `stages`."""
+    """What a stage reads and neither is there nor is made by an earlier one of `stages`, each once."""
 
     def is_there(name: config.StageName) -> bool:
         return (run_config.stage_dir(name) / "manifest.json").exists()
 
     found = {}
+    told: list[config.StageName] = []
     for number, name in enumerate(stages):
         for needed in inputs(run_config, name):
-            if needed in stages[:number] or is_there(needed):
+            if needed in (*stages[:number], *told) or is_there(needed):
                 continue
+            told.append(needed)
             first = needed
             while (before := inputs(run_config, first)) and not is_there(before[0]):
                 first = before[0]

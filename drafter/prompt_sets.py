@@ -51,11 +51,11 @@ def _draw(config: Config, source: Source, count: int) -> list[dict]:
     """`count` prompts of a source, the same for the same seed; each conversation once."""
     wanted = min(count, source.count or count)
     drawn: dict[str, dict] = {}
-    for record in sources.draw(lambda: sources.read_source(source), wanted, config.run.seed):
+    for place, record in sources.draw(lambda: sources.read_source(source), wanted, config.run.seed):
         try:
             request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
         except RowError as error:
-            raise ConfigError(f"acceptance.prompts {source.name}: a record is no prompt ({error})") from None
+            raise ConfigError(f"acceptance.prompts {source.name}: {place} is no prompt: {error}") from None
         drawn[request.conv_id] = {
             "conv_id": request.conv_id,
             "source": source.name,

@@ -136,6 +136,11 @@ def read_rejections(folder: Path) -> list[dict]:
     return list(artifacts.read_jsonl(path, "row_id", "source", "reason", "at")) if path.exists() else []
 
 
+def unusable(rejections: list[dict]) -> list[dict]:
+    """Those of conversations that cannot be used as they are: a person can mend them."""
+    return [r for r in rejections if r["at"] == "prompts" and r["reason"] in ("bad_conversation", "no_user_turn")]
+
+
 def forget_rejections(folder: Path, reasons: frozenset[str]) -> None:
     """Give rows another chance whose replies were rejected for one of `reasons`."""
     before = read_rejections(folder)
@@ -173,19 +178,26 @@ class _Mix:
     def read(self) -> None:
         for source in self.config.prompts:
             counts = self._kept.setdefault(source.name, Counter())
-            for record in sources.draw(
+            for place, record in sources.draw(
                 lambda source=source: sources.read_source(source), source.count, self.config.run.seed
             ):
                 counts["conversations"] += 1
                 try:
                     requests = requests_of(record, source, self.config.target.chat_template_kwargs)
                 except RowError as error:
-                    self._reject(contracts.content_id(record), source.name, error.reason, error.detail)
+                    why = f"{place}: {error.detail}"
+                    self._reject(contracts.content_id(record), source.name, error.reason, why)
                     continue
                 for request in requests:
                     self._add(request, counts)
             if not counts["conversations"]:
                 raise ConfigError(f"prompts {source.name}: {source.path or source.hub} holds no conversation")
+        if not self._offsets:
+            raise ConfigError(f"prompts: no conversation can be used{self._unusable()}")
+
+    def _unusable(self) -> str:
+        broken = unusable(self.rejections)
+        return f"; {len(broken)} are rejected, the first: {broken[0]['detail']}" if broken else ""
 
     def _add(self, request: Request, counts: Counter) -> None:
         identity = bytes.fromhex(request.row_id)
@@ -221,7 +233,8 @@ class _Mix:
                 if held[record["conv_id"]] is None:
                     held[record["conv_id"]] = _as_prompt(record)
             if held and not out.tell():
-                raise ConfigError(f"acceptance.held_out takes all {len(held)} conversations; lower it or add prompts")
+                why = f"takes all {len(held)} conversations; lower it or add prompts{self._unusable()}"
+                raise ConfigError(f"acceptance.held_out {why}")
         with artifacts.publish(held_out_path) as held_part, open(held_part, "wb") as out:
             out.writelines(_line(record) for record in held.values() if record)
 
@@ -230,11 +243,11 @@ class _Mix:
         acceptance, seed = self.config.acceptance, self.config.run.seed
         held: dict[str, dict | None] = {}
         for source in acceptance.prompts:
-            for record in sources.draw(lambda source=source: sources.read_source(source), source.count, seed):
+            for place, record in sources.draw(lambda source=source: sources.read_source(source), source.count, seed):
                 try:
                     request = requests_of(record, source, self.config.target.chat_template_kwargs)[0]
                 except RowError as error:
-                    raise ConfigError(f"acceptance.prompts {source.name}: a record is no prompt: {error}") from None
+                    raise ConfigError(f"acceptance.prompts {source.name}: {place} is no prompt: {error}") from None
                 held.setdefault(request.conv_id, _as_prompt(request.to_record()))
         if acceptance.prompts:
             return held

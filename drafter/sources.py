@@ -22,7 +22,7 @@ EXTRAS = ("name", "tool_calls", "tool_call_id")  # of a message, beside role and
 
 
 class BrokenLine(str):
-    """The text of a line that is not JSON; `why` says where it is and what is wrong with it."""
+    """The text of a line that is not JSON; `why` says what is wrong with it."""
 
     why: str
 
@@ -38,6 +38,8 @@ def read_conversation(record: Any) -> tuple[list[dict], list | None, str]:
         raise RowError("bad_conversation", record.why)
     if not isinstance(record, dict):
         raise RowError("bad_conversation", "not a JSON object")
+    if not record.keys() & {"messages", "conversations"}:
+        raise RowError("no_user_turn", f"neither messages nor conversations, but {', '.join(map(str, record))}"[:200])
     turns = "last" if "messages" in record else "first"
     raw = record.get("messages" if turns == "last" else "conversations") or []
     if not isinstance(raw, list):
@@ -63,7 +65,7 @@ def read_conversation(record: Any) -> tuple[list[dict], list | None, str]:
             messages.append(message)
     users = [m["content"] for m in messages if m["role"] == "user"]
     if not any(users):
-        raise RowError("no_user_turn")
+        raise RowError("no_user_turn", "nothing that a user says")
     if not all(users):
         raise RowError("bad_conversation", "a blank user turn")
     return messages, _read_tools(record.get("tools")), turns
@@ -98,7 +100,10 @@ def _read_tools(tools: Any) -> list | None:
     return tools or None
 
 
-def read_source(source: Source) -> Iterator[Any]:
+Placed = tuple[str, Any]  # where a record is, for a person, and the record
+
+
+def read_source(source: Source) -> Iterator[Placed]:
     """The source's records; a line that is not JSON comes as a BrokenLine, to be rejected by name.
 
     Raises ConfigError for what is not there, ResumableError when the hub does not answer.
@@ -112,16 +117,16 @@ def read_source(source: Source) -> Iterator[Any]:
     return _read_lines(source.path)
 
 
-def _read_lines(path: Path) -> Iterator[Any]:
+def _read_lines(path: Path) -> Iterator[Placed]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):  # by line feed only: U+2028 is text
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    record = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    broken = BrokenLine(line.decode("utf-8", errors="replace"))
-                    broken.why = f"{path} line {number} is not JSON: {getattr(error, 'msg', error)}"
-                    yield broken
+                    record = BrokenLine(line.decode("utf-8", errors="replace"))
+                    record.why = f"not JSON: {getattr(error, 'msg', error)}"
+                yield f"{path} line {number}", record
 
 
 def count(source: Source) -> int | None:
@@ -134,22 +139,24 @@ def count(source: Source) -> int | None:
         return sum(1 for line in file if line.strip())
 
 
-def _read_parquet(path: Path) -> Iterator[Any]:
+def _read_parquet(path: Path) -> Iterator[Placed]:
     import pyarrow.parquet  # 0.3 s, only for those who need it
 
     for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
         try:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024)
+            records = (record for batch in batches for record in batch.to_pylist())
+            yield from ((f"{file} row {number}", record) for number, record in enumerate(records, 1))
         except (ValueError, OSError) as error:  # pyarrow's own are both
             raise ConfigError(f"prompts: {file} cannot be read ({str(error).splitlines()[0]})") from None
 
 
-def _read_hub(source: Source) -> Iterator[Any]:
+def _read_hub(source: Source) -> Iterator[Placed]:
     import datasets  # 2 s, only for those who need it
 
     try:
-        yield from datasets.load_dataset(source.hub, revision=source.revision, split=source.split)
+        records = datasets.load_dataset(source.hub, revision=source.revision, split=source.split)
+        yield from ((f"{source.hub} row {number}", record) for number, record in enumerate(records, 1))
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
         raise ConfigError(f"prompts {source.name}: {error}") from None
     except (OSError, TimeoutError) as error:  # the hub client's network errors are OSErrors
@@ -161,20 +168,20 @@ def _read_hub(source: Source) -> Iterator[Any]:
         raise ResumableError(f"prompts {source.name}: {source.hub} cannot be read now ({error}); {copy}") from None
 
 
-def draw(read: Callable[[], Iterator[Any]], count: int | None, seed: int) -> Iterator[Any]:
+def draw(read: Callable[[], Iterator[Placed]], count: int | None, seed: int) -> Iterator[Placed]:
     """`count` of the records, those with the smallest hashes under `seed`; all of them when there are fewer."""
     if count is None:
         yield from read()
         return
-    keys = array("Q", (shuffle_key(seed, contracts.content_id(record)) for record in read()))
+    keys = array("Q", (shuffle_key(seed, contracts.content_id(record)) for _, record in read()))
     limit = sorted(keys)[count - 1] if count < len(keys) else 2**64
     ties = count - sum(key < limit for key in keys)  # equal records have equal keys
-    for key, record in zip(keys, read(), strict=True):
+    for key, placed in zip(keys, read(), strict=True):
         if key < limit:
-            yield record
+            yield placed
         elif key == limit and ties > 0:
             ties -= 1
-            yield record
+            yield placed
 
 
 def shuffle_key(seed: int, identity: str) -> int:

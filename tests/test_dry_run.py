@@ -39,12 +39,33 @@ def test_a_finding_stands_once_below_its_stage(monkeypatch, tmp_path):
     assert lines[-1] == "2 to be put right (!) before `run_pipeline.sh` starts anything"
 
 
+def test_an_input_that_is_missing_is_said_once(monkeypatch, tmp_path):
+    """By 02 and by 06, and by the plan of 02 itself."""
+    found = preflight.missing_inputs(run := config.load(CPU_CONFIG, [f"run.dir={tmp_path}"]), config.STAGES[1:])
+    monkeypatch.setattr(preflight, "findings", lambda *_: dict(found))
+    of_02 = {"pending": 0, "findings": ["stage 01b_synthetic has not run"]}
+    lines = list(dry_run.lines(run, plans(_02_hidden_states=of_02)[1:]))
+    assert lines[1] == "  02_hidden_states  cannot begin"
+    assert [line for line in lines if "01b_synthetic" in line] == [lines[2]] and "which has not run" in lines[2]
+    assert [line.split(None, 1)[1] for line in lines[3:-1]] == [
+        "waits for 02_hidden_states", "waits for 04_train", "waits for 05_export"
+    ]  # fmt: skip
+    assert lines[-1] == "1 to be put right (!) before `run_pipeline.sh` starts anything"
+
+
 def test_what_is_finished_has_nothing_to_do_and_the_next_stage_counts(monkeypatch, tmp_path):
     done, rows = {"pending": 0, "findings": []}, {"pending": 1200, "bytes": 3 * 2**30, "findings": []}
     lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic=done, _02_hidden_states=rows))
     assert lines[1:3] == [
         "  01b_synthetic     nothing to do", "  02_hidden_states  1,200 rows to read back (3.00 GiB)"
     ]  # fmt: skip
+
+
+def test_lines_that_cannot_be_used_are_named_and_stop_nothing(monkeypatch, tmp_path):
+    line = "prompts mine: rejected: /data/mine.jsonl line 7: not JSON: Expecting value"
+    lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic={"broken": [line]}))
+    assert lines[1].startswith("  01b_synthetic     93 requests to answer") and lines[2] == f"      {line}"
+    assert lines[-1] == "nothing is known that would stop it"
 
 
 def test_what_nobody_can_know_offline_is_a_note_and_no_finding(monkeypatch, tmp_path):

@@ -929,8 +929,8 @@ def test_a_broken_line_of_a_source_is_named_with_file_and_line(lab, caplog):
     caplog.set_level("INFO", "drafter")
     lab.add_source([*questions(5), "[]", "{broken"])
     assert lab.run("--dry-run") == 0
-    assert f"prompts s: rejected: {lab.folder}/s.jsonl line 7 is not JSON: Expecting property name" in caplog.text
-    assert "prompts s: rejected: not a JSON object" in caplog.text
+    assert f"prompts s: rejected: {lab.folder}/s.jsonl line 7: not JSON: Expecting property name" in caplog.text
+    assert f"prompts s: rejected: {lab.folder}/s.jsonl line 6: not a JSON object" in caplog.text
 
 
 def test_a_dry_run_tells_what_is_left_and_what_would_be_refused(lab, capsys):

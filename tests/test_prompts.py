@@ -281,7 +281,7 @@ def test_lines_end_at_line_feeds_only(tmp_path):
     path.write_text(
         json.dumps(openai(("user", "first"))) + "\n\n" + json.dumps(openai(("user", text)), ensure_ascii=False)
     )
-    records = list(sources.read_source(source(path=path)))
+    records = [record for _, record in sources.read_source(source(path=path))]
     assert records[1]["messages"][0]["content"] == text
     assert len(records) == 2
 
@@ -292,7 +292,7 @@ def test_the_sources_are_read_once_and_never_needed_again(tmp_path, monkeypatch)
     write(tmp_path / "s.jsonl", [openai(("user", f"q {i}")) for i in range(9)])
 
     def failing(source):
-        yield openai(("user", "q"))
+        yield "line 1", openai(("user", "q"))
         raise ResumableError("504 Gateway Time-out")
 
     with monkeypatch.context() as patch:
@@ -362,9 +362,32 @@ def test_a_line_that_is_not_json_is_rejected_with_file_line_and_reason(tmp_path)
     materialise(config_, tmp_path / "out")
     (broken,) = (r for r in prompts.read_rejections(tmp_path / "out") if r["reason"] == "bad_conversation")
     assert broken["source"] == "a" and broken["detail"].startswith(
-        f"{tmp_path / 'a.jsonl'} line 5 is not JSON: Expecting"
+        f"{tmp_path / 'a.jsonl'} line 5: not JSON: Expecting"
     )
     assert sources.count(config_.prompts[0]) == 4
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_conversation_that_cannot_be_used_is_rejected_with_its_place_and_reason(tmp_path, suffix):
+    records = [*({"messages": [{"role": "user", "content": f"q{i}"}]} for i in range(3)), {"prompt": "hi"}]
+    records.append({"messages": [{"role": "usr", "content": "hi"}]})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        write(path, records)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records[:3] + records[4:]), path)
+    materialise(mix(tmp_path, {"name": "a", "path": str(path)}), tmp_path / "out")
+    broken = prompts.unusable(prompts.read_rejections(tmp_path / "out"))
+    expected = [
+        f"{path} line 4: neither messages nor conversations, but prompt",
+        f"{path} line 5: unknown role 'usr'",
+    ]
+    if suffix == "parquet":
+        expected = [f"{path} row 4: unknown role 'usr'"]
+    assert [record["detail"] for record in broken] == expected
+    write(tmp_path / "b.jsonl", records[3:])
+    with pytest.raises(ConfigError, match="no conversation can be used; 2 are rejected, the first: .* line 1: nei"):
+        materialise(mix(tmp_path, {"name": "b"}), tmp_path / "all_broken")
 
 
 def test_a_missing_source_is_named(tmp_path):
@@ -374,7 +397,7 @@ def test_a_missing_source_is_named(tmp_path):
 
 def test_the_sample_is_complete_and_varied():
     meta_source = source(path=config.ROOT / "configs/prompts_sample.jsonl")
-    records = list(sources.read_source(meta_source))
+    records = [record for _, record in sources.read_source(meta_source)]
     assert 90 <= len(records) <= 120
     assert len({requests_of(record, meta_source, {})[0].row_id for record in records}) == len(records)
     kinds = {record["source"] for record in records}
