@@ -127,6 +127,12 @@ def rows_asked(run_config: config.Config) -> int | None:
     return total
 
 
+def rows_held(run_config: config.Config) -> int | None:
+    """All conversations that the sources hold. None when one is on the hub: nobody knows offline."""
+    held = [sources.count(source) for source in run_config.prompts]
+    return None if None in held else sum(held)
+
+
 def answered_by(deadline: datetime, now: datetime, known: Rates) -> int:
     """Conversations that 01b has answered by then, its server and the trial's started before."""
     seconds = (deadline - now).total_seconds() - known.start_seconds.typical * (2 if known.trial else 1)
@@ -139,10 +145,16 @@ def disk_left(run_config: config.Config) -> float:
 
 
 def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds: float | None) -> str:
-    """The most rows that fit disk and time: in bf16 rather than fp8, a shorter max_seq_len as the last way."""
-    free = disk_left(run_config)
+    """The most rows that the sources hold and that fit disk and time.
+
+    In bf16 rather than fp8, a shorter max_seq_len as the last way.
+    """
+    free, held = disk_left(run_config), rows_held(run_config)
+    counts = {*COUNTS, 1_000, 500, rows_asked(run_config) or 0} - {0}
+    if held is not None:
+        counts = {count for count in counts if count < held} | {held}
     for length in (run_config.target.max_seq_len, run_config.target.max_seq_len // 2):
-        for rows in sorted({*COUNTS, 1_000, 500, rows_asked(run_config) or 0} - {0}, reverse=True):
+        for rows in sorted(counts, reverse=True):
             for dtype in ("bf16", "fp8"):
                 target = run_config.target.model_copy(update={"max_seq_len": length})
                 extract = run_config.extract.model_copy(update={"dtype": dtype})
@@ -152,7 +164,7 @@ def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds
                     return (
                         f"{rows:,} rows, max_seq_len {length}, {dtype}: {duration(whole(parts))}, {size(disk(parts))}"
                     )
-    return "not even 500 rows: free some disk (python -m drafter.artifacts du) or give it more time"
+    return f"not even {min(counts):,} rows: free some disk (python -m drafter.artifacts du) or give it more time"
 
 
 # Words
@@ -230,6 +242,7 @@ def page(
         "",
         f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}",
         *_of_the_trial(run_config, parts),
+        f"prompts: {'; '.join(map(_of_a_source, run_config.prompts))}",
         "",
     ]
     lines += ["counted with:"]
@@ -260,6 +273,16 @@ def _of_the_trial(run_config: config.Config, parts: list[Estimate]) -> list[str]
     ]
 
 
+def _of_a_source(source: config.Source) -> str:
+    held = sources.count(source)
+    if held is not None:
+        return f"{source.name} holds {held:,} conversations" + (
+            f", of which {source.count:,} are drawn" if source.count and source.count < held else ""
+        )
+    asked = f"{source.count:,}" if source.count else "all"
+    return f"{source.name}, {asked} conversations of {source.hub or f'{source.path}, which does not exist'}"
+
+
 def guesses(run_config: config.Config) -> bool:
     """Whether some rate is not this machine's own."""
     known = measured_or(run_config, profile(default_profile(run_config)))
@@ -267,12 +290,14 @@ def guesses(run_config: config.Config) -> bool:
 
 
 def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now: datetime) -> list[str]:
-    free = disk_left(run_config)
+    free, held = disk_left(run_config), rows_held(run_config)
     rows = []
     for number in sorted({*COUNTS, rows_asked(run_config) or COUNTS[1]}):
         parts = estimate(run_config, known, count, number)
         total, needed = whole(parts), disk(parts)
-        verdict = ["fits" if needed <= free else f"lacks {size(needed - free)} of disk"]
+        lacks = [f"{number - held:,} more prompts"] if held is not None and number > held else []
+        lacks += [f"{size(needed - free)} of disk"] if needed > free else []
+        verdict = [f"lacks {' and '.join(lacks)}" if lacks else "fits"]
         if done_by:
             late = total.typical - (done_by - now).total_seconds()
             verdict.append("in time" if late <= 0 else f"{late / 3600:.1f} h late")

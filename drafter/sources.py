@@ -1,5 +1,6 @@
 """Where conversations come from: files and the hub, read into one form, some of them drawn by content."""
 
+import contextlib
 import hashlib
 import json
 from array import array
@@ -134,21 +135,33 @@ def count(source: Source) -> int | None:
     if not source.path or not source.path.exists():
         return None
     if source.path.is_dir() or source.path.suffix == ".parquet":
-        return sum(1 for _ in _read_parquet(source.path))
+        return sum(table.metadata.num_rows for _, table in _tables(source.path))
     with open(source.path, "rb") as file:
         return sum(1 for line in file if line.strip())
 
 
 def _read_parquet(path: Path) -> Iterator[Placed]:
+    for file, table in _tables(path):
+        records = (record for batch in table.iter_batches(batch_size=1024) for record in batch.to_pylist())
+        with _readable(file):
+            yield from ((f"{file} row {number}", record) for number, record in enumerate(records, 1))
+
+
+def _tables(path: Path) -> Iterator[tuple[Path, Any]]:
     import pyarrow.parquet  # 0.3 s, only for those who need it
 
     for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
-        try:
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024)
-            records = (record for batch in batches for record in batch.to_pylist())
-            yield from ((f"{file} row {number}", record) for number, record in enumerate(records, 1))
-        except (ValueError, OSError) as error:  # pyarrow's own are both
-            raise ConfigError(f"prompts: {file} cannot be read ({str(error).splitlines()[0]})") from None
+        with _readable(file):
+            table = pyarrow.parquet.ParquetFile(file)
+        yield file, table
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:  # pyarrow's own are both
+        raise ConfigError(f"prompts: {file} cannot be read ({str(error).splitlines()[0]})") from None
 
 
 def _read_hub(source: Source) -> Iterator[Placed]:

@@ -1,6 +1,7 @@
 """The plan reproduces what the box measured, says where a rate comes from, and proposes what fits."""
 
 import json
+import re
 import signal
 from datetime import datetime
 
@@ -155,6 +156,21 @@ def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monke
     assert "2.13 TiB" in text and "lacks" in text and "h late" in text
     assert "proposal: 10,000 rows, max_seq_len 8192, bf16" in text
     assert "8x B300" in text and "USD" in text
+    assert "prompts: open-perfectblend, 10,000 conversations of mlabonne/open-perfectblend" in text
+
+
+def test_no_more_rows_are_proposed_than_the_sources_hold(tmp_path, model):
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "extract.reserve_gb=0"])
+    text = plan.show(run, None, None, None)
+    held = 101
+    assert f"prompts: sample holds {held} conversations" in text and f"proposal: {held} rows, max_seq_len 512" in text
+    verdicts = {line.split()[0]: line for line in text.splitlines() if re.match(r"[\d,]+ +[\d.]+ ", line)}
+    assert list(verdicts) == [f"{held}", "5,000", "10,000", "25,000", "50,000"]
+    assert all(f"lacks {int(n.replace(',', '')) - held:,} more prompts" in verdicts[n] for n in list(verdicts)[1:])
+    assert "more prompts" not in verdicts[f"{held}"]
+    fewer = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "prompts.0.count=50", "extract.reserve_gb=0"])
+    text = plan.show(fewer, None, None, None)
+    assert "conversations, of which 50 are drawn" in text and f"proposal: {held} rows" in text
 
 
 def test_a_small_disk_asks_for_fp8_and_a_smaller_one_for_fewer_rows(kimi, monkeypatch):
