@@ -514,7 +514,11 @@ def part_files(shape: Shape, arguments) -> None:
         reader = data.Reader(folder, tuple(facts_ids), shape.steps, reasons=False, pin=torch.cuda.is_available())
         own, unused = arguments.workers, float("inf")
         turns = [("cold_at_20k", 20_000, own), ("cold", None, own), ("warm", None, own)]
-        turns += [("cold_unused", unused, own), ("cold_unused_12_workers", unused, 12)]
+        turns += [
+            ("cold_at_20k_again", 20_000, own),
+            ("cold_unused", unused, own),
+            ("cold_unused_12_workers", unused, 12),
+        ]
         for epoch, (name, rate, workers) in enumerate(turns):
             if name != "warm":
                 forget(paths)
@@ -613,6 +617,7 @@ def parse(description: str) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4, help="loader threads")
     parser.add_argument("--turns", type=int, default=2, choices=(1, 2), help="of the whole stage")
     parser.add_argument("--epochs", type=int, default=3, help="of the whole stage")
+    parser.add_argument("--captured", help="a run whose hidden states the whole stage trains on")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
     return parser.parse_args()
 

@@ -1,9 +1,10 @@
 """Speed of the whole of training as a user starts it, ours and speculators' in turns on the same rows: A B A B.
 
-    python benchmarks/train.py --parts stage         or this file itself
+    python benchmarks/train.py --parts stage                      random states; or this file itself
+    python benchmarks/train_stage.py --captured runs/smollm2_gpu  those of a run, and how good both drafters are
 
-SmolLM2's shape, 2,000 rows, 3 epochs, packs of 4,096. The caches of compiled kernels are empty in the first turn and
-kept for the second.
+3 epochs, packs of 4,096; random states are 2,000 rows in SmolLM2's shape. The caches of compiled kernels are empty in
+the first turn and kept for the second. Both train on the same rows and hold out the same ones, with one vocabulary.
 """
 
 import json
@@ -13,17 +14,21 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train as bench
 
+from drafter import checkpoint, contracts, data, native, scratch, states
+
+VALIDATION_SHARE = 0.1
+
 
 def make_run(folder: Path, tiny: bool) -> list[str]:
-    """A finished stage 02 of random states in SmolLM2's shape, 2,000 rows; the arguments of 04_train.py for it."""
-    import torch
-    from safetensors.torch import save_file
-
-    from drafter import contracts, states
-
+    """A finished stage 02 of random states in SmolLM2's shape, 2,000 rows; the command line that trains on it."""
     hidden, vocab, rows = (64, 512, 40) if tiny else (576, 49152, 2000)
     model = folder / "model"
     model.mkdir()
@@ -59,17 +64,31 @@ def make_run(folder: Path, tiny: bool) -> list[str]:
     (captured / "index.jsonl").write_text("\n".join(records) + "\n")
     manifest = {"stage": "02_hidden_states", "status": "complete", "question": {"schema": contracts.SCHEMA}}
     (captured / "manifest.json").write_text(json.dumps(manifest))
+    return train_command(folder, model, [2, 15, 27, 30], tiny)
+
+
+def train_command(folder: Path, model: Path, layer_ids: list[int], tiny: bool) -> list[str]:
+    """04_train.py over the stage 02 of `folder`/runs/bench, with what speculators is told as well."""
     settings = {
-        "run.name": "bench", "run.dir": folder / "runs", "target.model": model,
+        "run.name": "bench", "run.dir": folder / "runs", "target.model": model, "target.layer_ids": layer_ids,
         "target.max_seq_len": 512 if tiny else 4096, "train.draft_vocab_size": 256 if tiny else 32000,
         "train.lr": 1e-4, "train.epochs": 3, "train.precision": "bf16" if torch.cuda.is_available() else "fp32",
-        "train.trainable": "[layer, fc, norms]", "train.validation_share": 0.1, "train.validate_every": 150,
-        "train.save_every": 150,
+        "train.trainable": "[layer, fc, norms]", "train.validation_share": VALIDATION_SHARE,
+        "train.validate_every": 150, "train.save_every": 150,
     }  # fmt: skip
     command = [str(bench.ROOT / "04_train.py"), "--config", str(bench.ROOT / "configs/smollm2_cpu.yaml")]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     return command
+
+
+def take_run(folder: Path, captured: Path, tiny: bool) -> list[str]:
+    """The same over the finished stage 02 of another run, with that run's target."""
+    (folder / "runs/bench").mkdir(parents=True)
+    (folder / "runs/bench/02_hidden_states").symlink_to(captured.resolve() / "02_hidden_states")
+    target = yaml.safe_load((captured / "02_hidden_states/config.yaml").read_text())["target"]
+    (folder / "model").symlink_to(Path(target["model"]).resolve())
+    return train_command(folder, folder / "model", target["layer_ids"], tiny)
 
 
 def stage_turn(line: list[str], environment: dict[str, str], name: str, folder: Path) -> None:
@@ -110,32 +129,33 @@ if __name__ == "__main__":
 """
 
 
-def make_library_run(folder: Path, tiny: bool) -> tuple[list[str], int]:
-    """The rows of `make_run` as speculators reads them; its command line, and the tokens of an epoch."""
-    import numpy as np
+def make_library_run(folder: Path, ours: list[str], tiny: bool) -> tuple[list[str], int]:
+    """The same rows as speculators reads them; its command line, and the tokens of an epoch."""
     from datasets import Dataset
 
-    from drafter import data, states
-
     captured = folder / "runs/bench/02_hidden_states"
-    vocab, draft_vocab, pack = (512, 256, 512) if tiny else (49152, 32000, 4096)
+    settings = dict(part.split("=", 1) for part in ours if "=" in part)
+    vocab = json.loads((folder / "model/config.json").read_text())["vocab_size"]
+    draft_vocab, capacity = int(settings["train.draft_vocab_size"]), int(settings["target.max_seq_len"])
+    *aux_layer_ids, _last = json.loads(settings["target.layer_ids"])
     dataset = folder / "library"
     (dataset / "hidden_states").mkdir(parents=True)
-    columns: dict[str, list] = {"input_ids": [], "loss_mask": [], "seq_len": []}
     entries = data.read_index(captured)
-    for number, entry in enumerate(entries):
-        ids = states.read_header(captured / entry.path).token_ids
+    training, validation = data.split(data.examples(entries, capacity, 3, contracts.Counts()), VALIDATION_SHARE)
+    columns: dict[str, list] = {"input_ids": [], "loss_mask": [], "seq_len": []}
+    for number, row in enumerate(training + validation):
+        ids = states.read_header(captured / row.entry.path).token_ids
         mask = np.zeros(len(ids), dtype=np.int64)
-        for start, end in entry.supervised:
+        for start, end in row.entry.supervised:
             mask[start:end] = 1
         columns["input_ids"].append(ids.tolist())
         columns["loss_mask"].append(mask.tolist())
         columns["seq_len"].append(len(ids))
-        (dataset / f"hidden_states/hs_{number}.safetensors").symlink_to(captured / entry.path)
+        (dataset / f"hidden_states/hs_{number}.safetensors").symlink_to((captured / row.entry.path).resolve())
     rows = Dataset.from_dict(columns)
     rows.set_format("torch")
     rows.save_to_disk(str(dataset))
-    kept = np.arange(draft_vocab) * (vocab // draft_vocab)
+    kept = scratch.draft_vocabulary(data.token_counts(training, captured, vocab), draft_vocab).numpy()
     marked = np.zeros(vocab, dtype=bool)
     marked[kept] = True
     np.save(dataset / f"d2t-{draft_vocab}.npy", kept - np.arange(draft_vocab))
@@ -144,40 +164,71 @@ def make_library_run(folder: Path, tiny: bool) -> tuple[list[str], int]:
     script.write_text(LIBRARY_TRAIN)
     options = {
         "speculator-type": "eagle3", "verifier-name-or-path": folder / "model", "data-path": dataset,
-        "draft-vocab-size": draft_vocab, "target-layer-ids": "2 15 27", "mask-token-id": 0,
-        "full-attention-indices": 0, "total-seq-len": pack, "train-data-ratio": 0.9, "on-missing": "raise",
-        "optimizer": "adamw", "lr": 1e-4, "num-workers": 4, "log-dir": folder / "library_logs",
+        "draft-vocab-size": draft_vocab, "target-layer-ids": " ".join(map(str, aux_layer_ids)), "mask-token-id": 0,
+        "full-attention-indices": 0, "total-seq-len": capacity, "on-missing": "raise", "optimizer": "adamw",
+        "train-data-ratio": (len(training) + 0.5) / (len(training) + len(validation)), "lr": 1e-4, "num-workers": 4,
+        "log-dir": folder / "library_logs",
     }  # fmt: skip
     command = [sys.executable, str(script)]
     for name, value in options.items():
         command += [f"--{name}", *str(value).split()]
-    return command, sum(columns["seq_len"][: int(0.9 * len(entries))])
+    return command, sum(columns["seq_len"][: len(training)])
+
+
+def as_served(ours: list[str], environment: dict[str, str], folder: Path, library: Path, own: Path) -> None:
+    """The library's drafter on the rows that were held out, by the figures of our validation."""
+    best = library / "checkpoint_best"
+    weights = {name.replace("layers.0.", "midlayer."): t for name, t in load_file(best / "model.safetensors").items()}
+    weights = {
+        name: t for name, t in weights.items() if name != native.EMBEDDING and not name.startswith("verifier_")
+    }
+    drafter = folder / "library_drafter"
+    drafter.mkdir()
+    save_file(weights, drafter / native.WEIGHTS)
+    settings = checkpoint.read_draft(checkpoint.best_step(own))[1]
+    (drafter / native.CONFIG).write_text(json.dumps(settings))
+    changes = {"run.name": "library", "train.warm_start": drafter, "train.draft_vocab_size": "null", "train.lr": 0}
+    changes |= {"train.max_steps": 1}
+    line = [*ours, *(part for key, value in changes.items() for part in ("--set", f"{key}={value}"))]
+    done = subprocess.run([sys.executable, *line], env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"speculators' drafter was not measured: {done.stdout[-2000:]}")
+    for name, log, number in (("ours", own, -1), ("speculators", folder / "runs/library/04_train", 0)):
+        records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+        figures = [record for record in records if record["kind"] == "validation"][number]
+        for key in ("loss", "accuracy", "conditional_accuracy", "expected_acceptance"):
+            bench.metric(f"held_out_{name}_{key}", str(figures[key]))
 
 
 def main() -> None:
     arguments = bench.parse(__doc__)
     with bench.scratch() as folder:
-        ours = [*make_run(folder, arguments.tiny), "--set", f"train.epochs={arguments.epochs}"]
-        theirs, rows = make_library_run(folder, arguments.tiny)
+        make = take_run if arguments.captured else make_run
+        ours = make(folder, *([Path(arguments.captured)] if arguments.captured else []), arguments.tiny)
+        theirs, rows = make_library_run(folder, ours, arguments.tiny)
+        ours += ["--set", f"train.epochs={arguments.epochs}", "--set", f"train.loader_workers={arguments.workers}"]
+        ours += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
         theirs, trained = [*theirs, "--epochs", str(arguments.epochs)], arguments.epochs * rows
         for turn, state in enumerate(("cold", "cached")[: arguments.turns]):
             caches = {f"{name}_CACHE_DIR": str(folder / "caches" / name) for name in ("TORCHINDUCTOR", "TRITON")}
             environment = os.environ | caches
-            own = ["--set", f"run.name=turn{turn}", "--set", f"train.loader_workers={arguments.workers}"]
-            own += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
-            stage_turn(
-                [sys.executable, *ours, *own], environment, f"stage_{state}", folder / f"runs/turn{turn}/04_train"
-            )
+            own = folder / f"runs/turn{turn}/04_train"
+            line = [sys.executable, *ours, "--set", f"run.name=turn{turn}"]
+            stage_turn(line, environment, f"stage_{state}", own)
             if bench.device().type == "cuda":  # its trainer runs on nothing else
-                line = [*theirs, "--save-path", str(folder / f"library{turn}")]
+                library = folder / f"library{turn}"
                 started = time.perf_counter()
-                done = subprocess.run(line, env=environment, capture_output=True, text=True)
+                done = subprocess.run(
+                    [*theirs, "--save-path", str(library)], env=environment, capture_output=True, text=True
+                )
                 seconds = time.perf_counter() - started
                 if done.returncode:
                     print((done.stdout + done.stderr)[-2000:], flush=True)
                     raise SystemExit(f"speculators train failed: {done.returncode}")
                 bench.metric(f"stage_{state}_speculators_process_s", seconds)
                 bench.metric(f"stage_{state}_speculators_process_tokens_per_s", trained / seconds)
+                if arguments.captured and turn == 0:
+                    as_served(ours, environment, folder, library, own)
 
 
 if __name__ == "__main__":

@@ -159,17 +159,17 @@ class Drafter(Eagle3DraftModel):
         """
         guessed = drafted if self.d2t is None else drafted + self.d2t[drafted]
         right = (guessed == pack.labels) & asked
-        sums = torch.zeros(2, self.steps, len(STATS), device=losses.device)
+        sums = []
+        regions = F.one_hot(pack.region, 2).T.float()  # [2, N]
         before = pack.depth > 0
         for k in range(self.steps):
             # Back from labels to anchors, where a draft begins.
             here, right_here, loss = asked[k].roll(-k), right[k].roll(-k), losses[k].roll(-k)
             before = before & here
             prefix = before & right_here
-            columns = torch.stack([here, loss * here, right_here, prefix, before], 1).float()
-            sums[:, k].index_add_(0, pack.region, columns)
+            sums.append(regions @ torch.stack([here, loss * here, right_here, prefix, before], 1).float())
             before = prefix
-        return sums
+        return torch.stack(sums, 1)
 
 
 # Building one

@@ -52,11 +52,12 @@ def write_stage(folder: Path, entries: list[contracts.IndexEntry]) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest | {"facts": {}}))
 
 
-def write_config(folder: Path, target: Path, warm_start: Path | None = None, **train) -> Path:
+def write_config(folder: Path, target: Path, warm_start: Path | None = None, max_seq_len: int = 64, **train) -> Path:
     """A config of a run below `folder` that trains for the tiny target in seconds."""
     tree = yaml.safe_load((config.ROOT / "configs/smollm2_cpu.yaml").read_text())
     tree["run"] = {"name": "run", "dir": str(folder / "runs")}
-    tree["target"] |= {"model": str(target), "layer_ids": list(LAYER_IDS), "max_seq_len": 64}
+    tree["target"] |= {"model": str(target), "layer_ids": list(LAYER_IDS), "max_seq_len": max_seq_len}
+    tree["target"]["special_tokens"] = {}
     tree["train"] = {
         "warm_start": str(warm_start) if warm_start else None, "draft_vocab_size": None if warm_start else 128,
         "lr": 1e-3, "precision": "fp32", "epochs": 2, "validation_share": 0.2, "validate_every": 4, "save_every": 4,
@@ -138,9 +139,9 @@ def train_on_ranks(world: int, path: Path, *overrides: str) -> list[int]:
 
 
 def metrics(path: Path, kind: str = "train") -> list[dict]:
-    """Records of a run's metrics.jsonl without what depends on the clock."""
+    """Records of a run's metrics.jsonl without what depends on the clock or on what was there before."""
     lines = (path.parent / "runs/run/04_train/metrics.jsonl").read_text().splitlines()
-    clock = ("tokens_per_s", "data_share", "seconds")
+    clock = ("tokens_per_s", "data_share", "seconds", "memory_gib")
     records = [json.loads(line) for line in lines]
     return [{k: v for k, v in r.items() if k not in clock} for r in records if r["kind"] == kind]
 

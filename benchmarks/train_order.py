@@ -1,0 +1,48 @@
+"""What adding in one order costs a training step, and whether two runs then are the same: A B A B.
+
+    python benchmarks/train_order.py            on a GPU, under two minutes
+    python benchmarks/train_order.py --tiny     the same code on a small shape, on a CPU too
+
+The Kimi-shaped step of `train.py`. Every turn is a process of its own and starts with the same weights.
+"""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import train as bench
+
+TURNS = {"any_order_1": False, "one_order_1": True, "any_order_2": False, "one_order_2": True}
+
+
+def turn(name: str, one_order: bool, arguments) -> None:
+    from drafter import draft, parallel
+
+    if one_order:
+        parallel.add_in_one_order()
+    shape = bench.TINY if arguments.tiny else bench.KIMI
+    with bench.scratch() as folder:
+        runner = bench.Ours(shape, shape.pack, folder)
+        seconds, spans = bench.timed(runner, arguments.steps, warmup=3)
+        bench.report(name, shape, runner, shape.pack, seconds, spans)
+        digest = hashlib.sha256()
+        for tensor in draft.native_weights(runner.model, keep_embedding=False).values():
+            digest.update(tensor.detach().cpu().numpy().tobytes())
+        bench.metric(f"{name}_last_loss", repr(runner.step()))
+        bench.metric(f"{name}_weights", digest.hexdigest()[:16])
+
+
+def main() -> None:
+    arguments = bench.parse(__doc__)
+    if arguments.run:
+        turn(arguments.run, TURNS[arguments.run], arguments)
+        return
+    for name in TURNS:
+        line = [sys.executable, __file__, "--run", name, *sys.argv[1:]]
+        subprocess.run(line, check=True, timeout=120)
+
+
+if __name__ == "__main__":
+    main()
