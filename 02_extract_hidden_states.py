@@ -55,7 +55,8 @@ def body(run: stage.Stage) -> dict:
         if "advice" in plan:
             raise ConfigError(plan["advice"])
         server.check(config, "extract")
-        progress = stage.Progress(len(todo), "rows")
+        own = sum(item.row_id in share for item in items)
+        progress = stage.Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency)
         extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
         try:
             client.run(extraction.run())

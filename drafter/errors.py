@@ -1,5 +1,7 @@
 """Four errors and their exit codes: the type says who dies and what to do next."""
 
+import signal
+
 
 class StageError(Exception):
     """Ends a stage with one line on stderr and `exit_code`."""
@@ -47,5 +49,5 @@ class Interrupted(BaseException):
     """A signal asked the stage to stop. State is saved on the way out; exit code is 128 + signal."""
 
     def __init__(self, signum: int):
-        super().__init__(f"signal {signum}")
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum

@@ -170,9 +170,9 @@ class Extraction:
         self._shard_of = {item.row_id: number for number, shard in enumerate(self._shards) for item in shard}
         self._unsettled = [len(shard) for shard in self._shards]
         self._unproven = set(range(len(self._shards)))
-        for item in [item for item in self.todo if item.row_id in self.entries]:
+        for item in [item for item in self.todo if item.row_id in self.entries]:  # those of the first probe
+            self.progress.skip()
             self._settle(item)
-        self.tokens = 0  # those of the first probe took no part in the rate
         # Files of replied requests may be late: their requests no longer count as in flight, but are bounded too.
         room = asyncio.Semaphore(4 * self.config.extract.concurrency)
         try:
@@ -221,7 +221,7 @@ class Extraction:
         for item, outcome in found.items():
             if isinstance(outcome, Path):
                 self._publish(item, outcome)
-                self._settle(item)
+                self._advance(item)
             elif outcome.reason == "disk_full":
                 self._stop = ResumableError(f"no space left below {self.folder}; free some and run the same again")
             else:
@@ -253,12 +253,15 @@ class Extraction:
         handled = len(self.entries) + len(self.rejected)
         if len(self.rejected) > max(SHARE_AFTER, self.config.extract.max_failure_share * handled):
             raise ContractError(f"{len(self.rejected)} of {handled} rows failed, the last one: {error}")
-        self._settle(item)
+        self._advance(item)
 
-    def _settle(self, item: Item) -> None:
+    def _advance(self, item: Item) -> None:
         self.tokens += item.tokens
         rate = self.tokens / max(time.monotonic() - self._started, 1e-9)
         self.progress.advance(tokens_per_s=round(rate), retries=self.retries.total())
+        self._settle(item)
+
+    def _settle(self, item: Item) -> None:
         number = self._shard_of[item.row_id]
         self._unsettled[number] -= 1
         if self._unsettled[number] == 0:

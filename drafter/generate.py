@@ -74,7 +74,8 @@ class Generation:
         self.folder = stage.folder
         self.store = rows.Store(stage.folder, self.settings.rows_per_shard)
         self.rejected = artifacts.Journal(stage.folder / prompts.REJECTED)
-        self.progress = Progress(len(work.pending), "rows", at_once=stage.config.generate.concurrency)
+        requests, concurrency = len(work.requests), stage.config.generate.concurrency
+        self.progress = Progress(requests, "rows", requests - len(work.pending), at_once=concurrency)
         self.tokens = 0
         self.started, self._cpu = time.monotonic(), time.process_time()
         self._ends: list[float] = []  # when each worker found nothing left to do

@@ -319,7 +319,6 @@ class Training:
         if not self.ranks.main:
             return
         self.stage.facts |= {
-            "steps": len(self.dataset.plan.steps),
             "plan": self.dataset.plan.fingerprint,
             "last_step": self.position.step,
             "best": best.name,

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from drafter import (
     arguments,
@@ -28,13 +27,13 @@ from drafter import (
     plan,
     process,
     report,
-    server,
     status,
     supervise,
-    systemd,
 )
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
-from drafter.stage import of_the_machine, read_manifest
+from drafter.found import Found
+from drafter.machine import Machine, only_logged
+from drafter.stage import of_the_machine, read_manifest, summarise
 
 log = logging.getLogger("drafter")
 
@@ -69,13 +68,14 @@ class Pipeline:
         self.limit = limit
         self.deadline = deadline
         self.state: dict = {"run": run_config.run.name, "status": "running", "stage": None, "stages": {}}
-        self.state["production"] = []  # units that were active before, and are to be so again
+        self.machine = Machine(run_config)
+        self.begun = False
         self._earlier: dict = {}  # how an earlier call ended, and where
 
     def run(self) -> int:
         """The recipe. Returns the exit code of the first stage that failed."""
         first = None if state_path(self.config).exists() else self._checked()  # what cannot begin leaves nothing
-        with self._units_claimed(), artifacts.locked(self.config.run_dir), self._machine_given_back():
+        with self.machine.claimed(), artifacts.locked(self.config.run_dir), self._machine_given_back():
             worked = False
             for step in self.steps:
                 interrupts.check()
@@ -157,7 +157,7 @@ class Pipeline:
         )
         if not asked or not self.plan(by_number["05"], "--smoke")["pending"]:
             return 0
-        self._only(None)
+        self.machine.only(None)
         code, summary = self._watch(by_number["05"], "--smoke")
         self.state["smoke"] = summary.get("smoke")
         if code:
@@ -166,20 +166,24 @@ class Pipeline:
 
     def _work(self, step: Step) -> int:
         """Servers as the step needs them, then the step, again after each repair of its server."""
-        started = time.time()
-        self._note(step, status="running", started=started)
+        started, before = time.time(), self._seconds(step)
+
+        def note(status: str, **facts) -> None:
+            ended = time.time()
+            self._note(step, status=status, seconds=round(before + ended - started, 1), ended=ended, **facts)
+
+        self._note(step, status="running", started=started, seconds=before, exit_code=None)
         try:
             if step.machine:
-                self._only(step.role)
+                self.machine.only(step.role)
             code, summary = self._watch(step)
         except Interrupted:
-            self._note(step, status="interrupted", seconds=round(time.time() - started, 1))
+            note("interrupted")
             raise
         except StageError as error:  # its server
             log.info("%s", error)
             code, summary = error.exit_code, {"error": str(error)}
-        status = "failed" if code else "complete"
-        self._note(step, status=status, seconds=round(time.time() - started, 1), exit_code=code)
+        note("failed" if code else "complete", exit_code=code)
         self._report()
         if code:
             self._event("failure", step)
@@ -188,6 +192,11 @@ class Pipeline:
         else:
             self._event("stage_end", step)
         return code
+
+    def _seconds(self, step: Step) -> float:
+        """What earlier calls have spent on a step, unless its folder was removed for another beginning."""
+        spent = self.state["stages"].get(step.stage, {}).get("seconds", 0)
+        return spent if read_manifest(self.config.stage_dir(step.stage)) else 0
 
     def _command(self, step: Step) -> list[str]:
         line = [sys.executable, str(config.ROOT / step.script), *self.config.arguments]
@@ -209,31 +218,7 @@ class Pipeline:
         log_file = self.config.run_dir / "logs" / f"{step.stage}.log"
         return supervise.run(self.config, step.role, [*self._launch(step), *verbs], log_file)
 
-    # Servers
-
-    @contextlib.contextmanager
-    def _units_claimed(self) -> Iterator[None]:
-        """The units are one run's at a time, of all users. Raises ConfigError naming the other run."""
-        roles = [getattr(self.config.servers, role) for role in get_args(config.Role)]
-        with contextlib.ExitStack() as held:
-            for unit in sorted({role.unit for role in roles if role.kind == "systemd"}):
-                held.enter_context(artifacts.claimed(unit, f"the run in {self.config.run_dir}"))
-            yield
-
-    def _only(self, wanted: config.Role | None) -> None:
-        """The wanted role up, every other one that holds the machine down."""
-        keep = self._unit(wanted) if wanted else None
-        for role in get_args(config.Role):
-            own = getattr(self.config.servers, role)
-            if role == wanted or own.kind == "external" or (keep and self._unit(role) == keep):
-                continue
-            if server.alive(self.config, role):
-                server.down(self.config, role)
-        if wanted:
-            server.up(self.config, wanted)
-
-    def _unit(self, role: config.Role) -> str | None:
-        return getattr(self.config.servers, role).unit
+    # The machine
 
     @contextlib.contextmanager
     def _machine_given_back(self) -> Iterator[None]:
@@ -241,8 +226,9 @@ class Pipeline:
         self._remember()
         try:
             self._expect()
-            self.state["production"] = sorted({*self.state["production"], *self._active_units()})
+            self.machine.remember()
             self._save()
+            self.begun = True
             yield
         except Interrupted as stop:
             self._finish("interrupted", str(stop))
@@ -252,7 +238,8 @@ class Pipeline:
             raise
         finally:
             interrupts.mute()
-            self._give_back()
+            self.machine.give_back()
+            self._save()
 
     def _expect(self) -> None:
         """What the plan says before the first row, for the report to compare with what happened."""
@@ -265,36 +252,16 @@ class Pipeline:
 
         Of a run that this is a copy of, the units are its own affair.
         """
-        if earlier := report.state(self.config):
-            self.state["stages"] = earlier["stages"]
-            self._earlier = {key: earlier[key] for key in ("status", "stage", "error") if key in earlier}
-            if earlier.get("home") == artifacts.home(self.config.run_dir):
-                self.state["production"] = earlier.get("production", [])
-
-    def _active_units(self) -> list[str]:
-        roles = [role for role in get_args(config.Role) if getattr(self.config.servers, role).kind == "systemd"]
-        return [self._unit(role) for role in roles if server.alive(self.config, role)]
-
-    def _give_back(self) -> None:
-        production = set(self.state["production"])
-        for role in get_args(config.Role):
-            own = getattr(self.config.servers, role)
-            if own.kind == "external" or own.unit in production:
-                continue
-            with _only_logged(f"stopping server {role}"):
-                if server.alive(self.config, role) or own.kind == "command":
-                    server.down(self.config, role)
-        for role in get_args(config.Role):
-            own = getattr(self.config.servers, role)
-            if own.unit in production:
-                with _only_logged(f"giving back {own.unit}"):
-                    systemd.start(own)
-                    if not systemd.is_active(own):
-                        raise ResumableError("it does not start; its journal says why")
-                    production.discard(own.unit)
-                    log.info("%s is starting again, as it was before", own.unit)
-        self.state["production"] = sorted(production)
-        self._save()
+        found = Found(self.config)
+        if not found.state:
+            return
+        self._earlier = {key: found.state[key] for key in ("status", "stage", "error") if key in found.state}
+        if found.state.get("home") == artifacts.home(self.config.run_dir):
+            self.machine.production = set(found.state.get("production", []))
+        self.state["stages"] = found.state["stages"]
+        for name, seen in self.state["stages"].items():
+            if seen.get("status") == "running":  # a call that was killed
+                seen |= {"status": "interrupted", "seconds": round(found.seconds(name), 1)}
 
     # What is left for others to read
 
@@ -308,18 +275,19 @@ class Pipeline:
             self.state["status"] = status
             if error:
                 self.state["error"] = error
-            with _only_logged("pipeline.json"):  # a full disk must not keep anybody from being told
+            with only_logged("pipeline.json"):  # a full disk must not keep anybody from being told
                 self._save()
             self._report()
             self._event("finish" if status in ("complete", "stopped") else status)
 
     def _report(self) -> None:
-        with _only_logged("report.html"):
+        with only_logged("report.html"):
             report.write(self.config)
 
     def _save(self) -> None:
         self.config.run_dir.mkdir(parents=True, exist_ok=True)
         self.state |= process.identity(os.getpid()) | {
+            "production": sorted(self.machine.production),
             "home": artifacts.home(self.config.run_dir),
             "updated": time.time(),
         }
@@ -330,7 +298,7 @@ class Pipeline:
         if not self.config.run.on_event:
             return
         facts = {"EVENT": event, "STAGE": step.stage if step else "", "RUN": self.config.run.name}
-        with _only_logged("run.on_event"):
+        with only_logged("run.on_event"):
             done = process.run(["/bin/sh", "-c", self.config.run.on_event], EVENT_SECONDS, env=os.environ | facts)
             if done.returncode:
                 log.info("run.on_event: exit code %d: %s", done.returncode, " ".join(done.stderr.split()))
@@ -359,14 +327,6 @@ def probe(run_config: config.Config) -> None:
 def state_path(run_config: config.Config) -> Path:
     """The one file that says where the run is."""
     return run_config.run_dir / "pipeline.json"
-
-
-@contextlib.contextmanager
-def _only_logged(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        log.info("%s: %s", what, error)
 
 
 def chosen(first: str | None, only: str | None) -> tuple[Step, ...]:
@@ -401,20 +361,20 @@ def main(argv: list[str] | None = None) -> int:
 
             print("\n".join(dry_run.lines(run_config, pipeline.plans(pipeline.steps))))
             return 0
-        code, summary = pipeline.run(), pipeline.state
+        code = pipeline.run()
     except BrokenPipeError:  # whoever reads has seen enough
         return 1
     except Interrupted as stop:
         log.info("%s: what is done is kept, %s", stop, errors.what_next(None))
-        code, summary = stop.exit_code, (pipeline.state if pipeline else {}) | {"status": "interrupted"}
+        code = stop.exit_code
     except (StageError, OSError) as error:
         known = error if isinstance(error, StageError) else of_the_machine(error)
         if known is None:
             raise
         print(f"run_pipeline.sh: {known}", file=sys.stderr)
-        failed = {"status": "failed", "error": str(known)}
-        code, summary = known.exit_code, (pipeline.state if pipeline else {}) | failed
-    print(json.dumps(summary | {"exit_code": code}))
+        code = known.exit_code
+    if pipeline and pipeline.begun:
+        summarise(pipeline.state, code)
     return code
 
 

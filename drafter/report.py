@@ -4,20 +4,18 @@ Written after every stage from what the stages left behind; a part that is not t
 By hand: `python -m drafter.report --config FILE`.
 """
 
-import re
-import sys
 from collections import Counter
 from datetime import datetime
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from drafter import artifacts, charts, config, disk, errors, html, process, stage
+from drafter import artifacts, charts, config, disk, errors, html, stage
 from drafter.caveats import caveats, length, named
-from drafter.errors import ConfigError, StageError
+from drafter.errors import ConfigError
+from drafter.found import PROGRESS, Found, records, seconds_of
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
-PROGRESS = re.compile(r"^(\d\d):(\d\d):(\d\d) (\d+)/\d+ (\w+), ")  # a line of stage.Progress
 HISTOGRAM_ROWS = 50_000
 SPREAD = ("typical", "low", "high")  # of a planned time
 
@@ -50,78 +48,6 @@ COMPARED = {
 }
 
 STYLE = Path(__file__).with_name("report.css")
-
-
-class Found:
-    """Everything a run has left behind so far."""
-
-    def __init__(self, run_config: config.Config):
-        self.config = run_config
-        self.state = state(run_config)
-        self.plan = artifacts.read_note(run_config.run_dir / "plan.json")
-        self.manifests = {}
-        for name in config.STAGES:
-            try:
-                self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
-            except StageError:
-                self.manifests[name] = {"stage": name, "status": "unreadable"}
-        path = run_config.stage_dir("06_acceptance") / "acceptance.json"
-        self.acceptance = artifacts.read_note(path, headline=dict, measurements=list)
-        self.metrics = _records(run_config.stage_dir("04_train") / "metrics.jsonl")
-
-    def manifest(self, name: str) -> dict:
-        return self.manifests[name] or {}
-
-    def alive(self) -> bool:
-        """Whether the pipeline is at work on the run; of a copied run, it is at work on the original."""
-        return process.lives(self.state) and self.state.get("home") == artifacts.home(self.config.run_dir)
-
-    def begun(self) -> bool:
-        """Whether this run has done anything; what it takes from another is not its own."""
-        stages = (self.stands(name) != "not begun" for name in config.STAGES)
-        return self.config.run_dir.exists() and (bool(self.state) or any(stages))
-
-    def stands(self, name: str) -> str:
-        """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
-        seen, manifest = self.state.get("stages", {}).get(name, {}), self.manifest(name)
-        if self.alive() and self.state.get("stage") == name and seen.get("status") == "running":
-            return "running"
-        if not manifest:
-            return {"running": "stopped"}.get(seen.get("status"), seen.get("status")) or "not begun"
-        if manifest["status"] == "running":
-            return _at_work(manifest.get("process") or {})
-        ended = seen.get("started", 0) + seen.get("seconds", 0)
-        if seen.get("status") == "failed" and ended > _seconds(manifest.get("updated")):
-            return "failed"  # before it could say so itself
-        return manifest["status"]
-
-    def trouble(self) -> tuple[str, str] | None:
-        """Where and why the run stands still; None once somebody has finished that stage since."""
-        at = self.state.get("stage") or ""
-        if self.alive() and self.state["status"] == "running":
-            return None
-        if self.state.get("status") in ("failed", "interrupted") and not (at and self.stands(at) == "complete"):
-            return at, self.state.get("error") or "see the log of the stage"
-        for name, manifest in self.manifests.items():
-            if manifest and manifest.get("error") and self.stands(name) != "running":
-                return name, manifest["error"]
-        return None
-
-    def minutes(self, name: str) -> float | None:
-        """How long a stage took, so far as it has ended."""
-        seconds = self.state.get("stages", {}).get(name, {}).get("seconds") or self.manifest(name).get("seconds")
-        return None if seconds is None else round(seconds / 60, 1)
-
-    def planned(self, name: str) -> dict[str, float]:
-        """Minutes that the plan gave a stage: typical, low, high."""
-        return {part: round(value / 60, 1) for part, value in self.plan.get(name, {}).get("seconds", {}).items()}
-
-
-def state(run_config: config.Config) -> dict:
-    """What `pipeline.json` says; {} where there is none, or a broken one."""
-    found = artifacts.read_note(run_config.run_dir / "pipeline.json", status=str, stages=dict)
-    whole = all(isinstance(each, dict) for each in found.get("stages", {}).values())
-    return found if whole and isinstance(found.get("production", []), list) else {}
 
 
 def write(run_config: config.Config) -> Path:
@@ -180,10 +106,9 @@ def verdict(found: Found) -> str:
             advice += f" Decoding is {head['speed_up']:.2f} times as fast as without a drafter."
         return html.box(tone, said, advice)
     if trouble := found.trouble():
-        at, reason = trouble
-        code = found.state.get("stages", {}).get(at, {}).get("exit_code")
-        where = f"stopped in {escape(at)}" if at else "stopped before the first stage"
-        return html.box("bad", f"No drafter yet: {where}", f"{escape(reason)}; {errors.what_next(code)}.")
+        code = found.seen(trouble.at).get("exit_code")
+        where = f"{trouble.how} in {escape(trouble.at)}" if trouble.at else f"{trouble.how} before the first stage"
+        return html.box("bad", f"No drafter yet: {where}", f"{escape(trouble.reason)}; {errors.what_next(code)}.")
     standing = {name: found.stands(name) for name in config.STAGES}
     begun = [f"{name} {said}" for name, said in standing.items() if said != "not begun"]
     return html.box("wait", "Not measured yet", escape(", ".join(begun) or "Not begun") + ".")
@@ -211,8 +136,8 @@ def timeline(found: Found) -> str:
     """Stages as planned and as they were; servers and repairs are part of a stage's time."""
     body = []
     for name in config.STAGES:
-        seen, manifest = found.state.get("stages", {}).get(name, {}), found.manifest(name)
-        began = seen.get("started") or _seconds(manifest.get("started"))
+        seen, manifest = found.seen(name), found.manifest(name)
+        began = seen.get("started") or seconds_of(manifest.get("started"))
         started = f"{datetime.fromtimestamp(began):%a %H:%M}" if began else ""
         body.append([name, found.stands(name), found.minutes(name), *map(found.planned(name).get, SPREAD), started])
     header = ["stage", "status", "actual min", "planned min", "at least", "at most", "started"]
@@ -231,7 +156,7 @@ def throughput(found: Found) -> list[str]:
     """Rate over time of 01b and 02, from the lines their logs hold; of 04, from its metrics."""
     drawn = []
     for name, what in (("01b_synthetic", "Generation"), ("02_hidden_states", "Extraction")):
-        points, unit = _progress(found.config.run_dir / "logs" / f"{name}.log")
+        points, unit = _rates(found.log(name))
         if len(points) < 2:
             continue
         drawn.append(charts.lines(f"{what} over time", {unit: points}, "minutes", f"{unit}/s", from_zero=True))
@@ -244,7 +169,7 @@ def throughput(found: Found) -> list[str]:
 
 def lengths(found: Found) -> str:
     """Tokens of each row, all of it and what training sees of it."""
-    index = _records(found.config.stage_dir("02_hidden_states") / "index.jsonl", HISTOGRAM_ROWS)
+    index = records(found.config.stage_dir("02_hidden_states") / "index.jsonl", HISTOGRAM_ROWS)
     if not index:
         return ""
     labels, heights = charts.histogram([entry["row_tokens"] for entry in index])
@@ -299,7 +224,7 @@ def rows(found: Found) -> str:
         return ""
     rejected: Counter = Counter()
     for name in ("01b_synthetic", "02_hidden_states"):
-        for record in _records(found.config.stage_dir(name) / "rejected.jsonl"):
+        for record in records(found.config.stage_dir(name) / "rejected.jsonl"):
             rejected[name, record.get("source", ""), record.get("reason", "")] += 1
     reasons = [[*key, count] for key, count in sorted(rejected.items())]
     return html.section(
@@ -340,21 +265,6 @@ def versions(found: Found) -> str:
 # Pieces
 
 
-def _at_work(record: dict) -> str:
-    """Of a stage that has begun and not ended; another host's processes are not seen from here."""
-    if process.lives(record):
-        return "running"
-    return "stopped" if record.get("boot") == process.boot() else "begun"
-
-
-def _seconds(moment: str | None) -> float:
-    """A manifest's time as a timestamp; 0 where there is none."""
-    try:
-        return datetime.fromisoformat(moment).timestamp()
-    except (TypeError, ValueError):
-        return 0
-
-
 def _signed(value: float | None) -> str:
     return "unknown" if value is None else f"{value:+.2f}"
 
@@ -363,31 +273,21 @@ def _gib(count: float | None) -> float | None:
     return None if count is None else round(count / artifacts.GIB, 3)
 
 
-def _records(path: Path, limit: int | None = None) -> list[dict]:
-    try:
-        return [record for record, _ in zip(artifacts.read_jsonl(path), range(limit or sys.maxsize), strict=False)]
-    except (OSError, ValueError):
-        return []
-
-
-def _progress(path: Path) -> tuple[list[tuple[float, float]], str]:
+def _rates(log: str) -> tuple[list[tuple[float, float]], str]:
     """(minutes, rate since the line before) of a log's progress lines and their unit; the clock may pass midnight."""
-    seen, unit, day = [], "rows", 0
-    text = path.read_text(errors="replace") if path.exists() else ""
-    for line in text.splitlines():
-        if match := PROGRESS.match(line):
-            hours, minutes, seconds, done = (int(part) for part in match.groups()[:4])
-            clock = day + 3600 * hours + 60 * minutes + seconds
-            if seen and clock < seen[-1][0]:
-                day += 86400
-                clock += 86400
-            unit = match.group(5)
-            seen.append((clock, done))
+    seen, day, spoken = [], 0, PROGRESS.findall(log)
+    for line in spoken:
+        hours, minutes, seconds, done = map(int, line[:4])
+        clock = day + 3600 * hours + 60 * minutes + seconds
+        if seen and clock < seen[-1][0]:
+            day += 86400
+            clock += 86400
+        seen.append((clock, done))
     return [
         ((after - seen[0][0]) / 60, (now - before) / (after - then))
         for (then, before), (after, now) in pairwise(seen)
         if after > then and now >= before
-    ], unit
+    ], spoken[-1][5] if spoken else "rows"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -44,6 +44,7 @@ class Stage:
         self.facts: dict[str, Any] = {}  # what the manifest records beside counts: rates, tables, notes
         self.started = time.time()
         self._question: dict[str, Any] = {}
+        self._before = 0.0  # seconds of earlier calls
 
     @property
     def manifest_path(self) -> Path:
@@ -74,6 +75,7 @@ class Stage:
         made for another question, or is taken from another run.
         """
         self.refuse_another_question()
+        self._before = (read_manifest(self.folder) or {"seconds": 0})["seconds"]
         self._question = self.question(keys)  # only now: a refusal must not write over the old manifest
         self.folder.mkdir(parents=True, exist_ok=True)
         artifacts.write_text(self.folder / "config.yaml", self.config.dump())
@@ -111,7 +113,7 @@ class Stage:
             "stage": self.name,
             "status": status,
             **self.counts.to_record(),
-            "seconds": round(time.time() - self.started, 3),
+            "seconds": round(self._before + time.time() - self.started, 3),
             "started": datetime.fromtimestamp(self.started, UTC).isoformat(timespec="seconds"),
             "updated": datetime.now(UTC).isoformat(timespec="seconds"),
             "question": self._question,
@@ -148,8 +150,8 @@ def read_manifest(folder: Path) -> dict | None:
         raise _broken(folder, repr(error)) from None
     if not isinstance(manifest, dict):
         raise _broken(folder, "no object")
-    manifest = {"status": "unknown", "facts": {}} | manifest
-    for key, kind in {"status": str, "facts": dict}.items():
+    manifest = {"status": "unknown", "facts": {}, "seconds": 0} | manifest
+    for key, kind in {"status": str, "facts": dict, "seconds": (int, float)}.items():
         if not isinstance(manifest[key], kind):
             raise _broken(folder, f"no {key}")
     return manifest
@@ -250,7 +252,7 @@ def run(
         else:
             summary, code = _failure(stage, name, str(error)), error.exit_code
     except Interrupted as stop:
-        summary, code = _failure(stage, name, str(stop)), stop.exit_code
+        summary, code = _failure(stage, name, str(stop), "interrupted"), stop.exit_code
     except BrokenPipeError:
         return 1
     except Exception as error:
@@ -262,9 +264,15 @@ def run(
     if "error" in summary:
         print(f"{name}: {summary['error']}", file=sys.stderr)
     if is_main_process():
+        summarise(summary, code)
+    return code
+
+
+def summarise(summary: dict, code: int) -> None:
+    """The line of data at the end. Of a failure a person at a terminal has just been told in words."""
+    if not code or not sys.stdout.isatty():
         # torchrun has an exit code of its own, so the summary carries ours.
         print(json.dumps(summary | {"exit_code": code}), flush=True)
-    return code
 
 
 def of_the_machine(error: Exception) -> StageError | None:
@@ -279,11 +287,11 @@ def of_the_machine(error: Exception) -> StageError | None:
     return None
 
 
-def _failure(stage: Stage | None, name: str, message: str) -> dict:
-    summary = {"stage": name, "status": "failed", "error": message}
+def _failure(stage: Stage | None, name: str, message: str, status: str = "failed") -> dict:
+    summary = {"stage": name, "status": status, "error": message}
     if stage is not None and stage._question:
         with contextlib.suppress(OSError, StageError):
-            summary = stage._write_manifest("failed", message)
+            summary = stage._write_manifest(status, message)
     return summary
 
 
@@ -291,19 +299,30 @@ class Progress:
     """A tqdm bar on a terminal, a plain line every 30 s elsewhere."""
 
     def __init__(self, total: int, unit: str, done: int = 0, every: float = 30.0, at_once: int = 0):
-        """Of `at_once` that run side by side the shortest end first: until all have, nothing is known of the end."""
+        """The clock starts with the first that is done: what came before, an engine that warms up, is no measure.
+
+        Of `at_once` that run side by side the shortest end first: until all have, nothing is known of the end.
+        """
         self.total, self.unit, self.done, self.every, self.at_once = total, unit, done, every, at_once
-        self._first = done
-        self._started = self._spoke = time.monotonic()
+        self._began = done
+        self._first: tuple[int, float] | None = None  # done, at what time
+        self._spoke = time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
 
+    def skip(self, count: int = 1) -> None:
+        """So many are done, and no measure of the rate."""
+        self.done += count
+        if self._bar is not None:
+            self._bar.update(count)
+
     def advance(self, count: int = 1, **facts: Any) -> None:
         """`facts` are shown as they are: rate of tokens, in flight, failures by reason."""
         self.done += count
+        self._first = self._first or (self.done, time.monotonic())
         if self._bar is not None:
             self._bar.set_postfix(facts, refresh=False)
             self._bar.update(count)
@@ -312,8 +331,9 @@ class Progress:
             log.info("%s", self.line(**facts))
 
     def line(self, **facts: Any) -> str:
-        rate = (self.done - self._first) / max(time.monotonic() - self._started, 1e-9)
-        known = self.done - self._first > self.at_once
+        since, at = self._first or (self.done, time.monotonic())
+        rate = (self.done - since) / max(time.monotonic() - at, 1e-9)
+        known = rate and self.done - self._began > self.at_once
         eta = f"{(self.total - self.done) / rate / 60:.1f} min" if known else "unknown"
         extra = "".join(f", {key.replace('_', ' ')} {value}" for key, value in facts.items())
         return f"{self.done}/{self.total} {self.unit}, {rate:.2f} {self.unit}/s, ETA {eta}{extra}"

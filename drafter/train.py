@@ -28,6 +28,7 @@ def run(stage: Stage) -> dict:
 
         def claim() -> None:
             held.enter_context(artifacts.locked(stage.folder))
+            stage.facts["steps"] = len(dataset.plan.steps)
             stage.begin(QUESTION)
             artifacts.sweep(stage.folder)
 

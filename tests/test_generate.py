@@ -640,7 +640,7 @@ def test_a_signal_saves_and_exits_with_its_code(lab, signum, code):
     process.send_signal(signum)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == code
-    assert json.loads(out.splitlines()[-1])["status"] == "failed"
+    assert json.loads(out.splitlines()[-1])["status"] == "interrupted"
     assert len(lab.records) == 18
     assert lab.server.hung_up == 1  # the open request was dropped, not left to run
     lab.server.script = lambda call: None

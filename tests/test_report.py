@@ -149,7 +149,7 @@ def test_a_failed_run_says_why_and_where(run_config):
     state = {"status": "failed", "stage": "02_hidden_states", "stages": {}, "error": "layer 2 is constant"}
     write(run_config.run_dir / "pipeline.json", state)
     text = report.write(run_config).read_text()
-    assert "stopped in 02_hidden_states" in text and "layer 2 is constant" in text
+    assert "failed in 02_hidden_states" in text and "layer 2 is constant" in text
 
 
 def test_a_run_by_hand_says_what_its_manifests_say(run_config):
@@ -160,7 +160,7 @@ def test_a_run_by_hand_says_what_its_manifests_say(run_config):
     assert "01b_synthetic complete." in text and "<td>01b_synthetic</td><td>complete</td><td>1</td>" in text
     write(run_config.run_dir / "02_hidden_states/manifest.json", {"status": "failed", "error": "layer 2 is constant"})
     text = report.write(run_config).read_text()
-    assert "stopped in 02_hidden_states" in text and "layer 2 is constant" in text
+    assert "failed in 02_hidden_states" in text and "layer 2 is constant" in text
 
 
 def test_by_hand_a_run_that_has_not_begun_is_one_line_and_no_folder(tmp_path, capsys):
@@ -197,10 +197,9 @@ def test_a_browser_shows_every_figure_without_a_console_error(finished, tmp_path
     assert done.stdout.count("<svg") == 7 and done.stdout.count("<polyline") == 7
 
 
-def test_a_progress_log_across_midnight_gives_rates(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("23:59:30 10/99 rows, 1 rows/s\nsomething else\n00:00:30 40/99 rows, 1 rows/s\n")
-    assert report._progress(log) == ([(1.0, 0.5)], "rows")
+def test_a_progress_log_across_midnight_gives_rates():
+    log = "23:59:30 10/99 rows, 1 rows/s\nsomething else\n00:00:30 40/99 rows, 1 rows/s\n"
+    assert report._rates(log) == ([(1.0, 0.5)], "rows")
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (2.1, 2.6), (0, 93_000), (-3, 5), (1e-5, 3e-5)])

@@ -181,7 +181,7 @@ def test_a_signal_ends_with_its_own_exit_code_after_saving(tmp_path, signum, cod
     os.kill(process.pid, signum)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == code
-    assert json.loads(out)["status"] == "failed"
+    assert json.loads(out)["status"] == "interrupted"
 
 
 def test_no_end_is_known_before_all_that_run_at_once_have_ended():
@@ -218,3 +218,36 @@ def test_another_missing_module_is_a_bug_and_shows_its_trace(module, capsys):
     error = ModuleNotFoundError(f"No module named {module!r}", name=module)
     drafter._without_packages(ModuleNotFoundError, error, None)
     assert f"No module named {module!r}" in capsys.readouterr().err
+
+
+def test_the_clock_of_progress_starts_with_the_first_that_is_done(monkeypatch):
+    """An engine that warms up for a minute is no measure of the hours after it, nor are rows that were there."""
+    now = 0.0
+    monkeypatch.setattr(stage.time, "monotonic", lambda: now)
+    progress = stage.Progress(1008, "rows", at_once=2)
+    now = 60.0
+    progress.skip(8)
+    progress.advance()
+    assert "ETA unknown" in progress.line()
+    for _ in range(99):
+        now += 0.1
+        progress.advance()
+    assert progress.line().startswith("108/1008 rows, 10.00 rows/s, ETA 1.5 min")
+
+
+def test_the_seconds_of_a_stage_are_those_of_all_its_calls(call, tmp_path, monkeypatch):
+    def slow(this):
+        this.begin(KEYS)
+        this.started -= 100
+        this.counts.total = this.counts.done = 1
+        return this.finish()
+
+    assert call(slow)[1]["seconds"] == pytest.approx(100, abs=5)
+    assert call(slow)[1]["seconds"] == pytest.approx(200, abs=5)
+
+
+@pytest.mark.parametrize(("terminal", "code"), [(True, 0), (True, 2), (False, 2)])
+def test_of_a_failure_a_person_at_a_terminal_reads_one_line(capsys, monkeypatch, terminal, code):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    stage.summarise({"error": "one line"}, code)
+    assert bool(capsys.readouterr().out) == (not terminal or not code)

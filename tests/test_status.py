@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import time
 
 import pytest
 from conftest import CPU_CONFIG
 
 from drafter import artifacts, config, default_model, process, report, status
+from drafter.found import Found
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def test_a_running_run_shows_stages_progress_and_when_it_ends(run_config, state)
 @pytest.mark.parametrize("changes", [{"pid": 2**22 - 1}, {"birth": "1"}, {"boot": "another"}, {"home": "a copy"}])
 def test_a_run_whose_process_is_gone_or_another_is_not_called_running(run_config, state, changes):
     state(**changes, production=["vllm-team"])
-    assert "killed; the same command continues it" in text(run_config)
+    assert "interrupted; the same command continues it" in text(run_config)
     assert "the next run gives back: vllm-team" in text(run_config)
 
 
@@ -77,15 +79,17 @@ def test_stages_run_by_hand_are_shown_as_their_manifests_say(run_config):
     by_hand(run_config, "01b_synthetic")
     by_hand(run_config, "02_hidden_states", status="running", process=process.identity(os.getpid()))
     assert "run smollm2_cpu: by hand" in (shown := text(run_config))
-    assert "01b_synthetic     complete     9 of 9           1.0 min" in shown and "02_hidden_states  running" in shown
+    assert "01b_synthetic     complete     9 of 9 rows  1.0 min" in shown and "02_hidden_states  running" in shown
     by_hand(run_config, "02_hidden_states", status="running", process={"pid": 2**22 - 1, "boot": process.boot()})
-    assert "02_hidden_states  stopped" in text(run_config)
+    assert "02_hidden_states  interrupted" in text(run_config)
     by_hand(run_config, "02_hidden_states", status="failed", error="layer 2 is constant")
     assert "last error: layer 2 is constant" in text(run_config)
 
 
 def test_a_stage_that_was_finished_by_hand_is_no_longer_the_runs_failure(run_config, state):
-    failed = {"01b_synthetic": {"status": "failed", "started": 1.7e9, "seconds": 90.0, "exit_code": 3}}
+    failed = {
+        "01b_synthetic": {"status": "failed", "started": 1.7e9, "ended": 1.7e9 + 90, "seconds": 90.0, "exit_code": 3}
+    }
     state(status="failed", stage="01b_synthetic", stages=failed, error="no answer")
     by_hand(run_config, "01b_synthetic", updated="2020-01-01T00:00:00+00:00")
     assert "01b_synthetic     failed" in text(run_config) and "last error: no answer" in text(run_config)
@@ -98,7 +102,7 @@ def test_a_stage_that_is_late_is_not_done_now(run_config, state):
     state(stage="06_acceptance", stages=late)
     planned = {"06_acceptance": {"seconds": {"typical": 1800, "high": 7200}}}
     (run_config.run_dir / "plan.json").write_text(json.dumps(planned))
-    assert status._left(report.Found(run_config)) == pytest.approx(3600, abs=5)
+    assert status._left(Found(run_config)) == pytest.approx(3600, abs=5)
 
 
 def test_a_failed_run_shows_its_last_error(run_config, state):
@@ -106,3 +110,58 @@ def test_a_failed_run_shows_its_last_error(run_config, state):
     assert "run smollm2_cpu: failed" in text(run_config) and "last error: the disk reserve is reached" in text(
         run_config
     )
+
+
+def test_what_was_never_to_be_answered_is_not_counted_and_what_was_lost_is(run_config, state):
+    """Law 7"""
+    state()
+    by_hand(run_config, "01b_synthetic", **{"in": 101, "out": 93, "rejected": {"held_out": 8}})
+    assert "93 of 93 rows  " in text(run_config)
+    by_hand(run_config, "01b_synthetic", **{"in": 1200, "out": 1096, "rejected": {"duplicate": 100, "failed": 4}})
+    assert "1,096 of 1,100 rows, 4 rejected  " in text(run_config)
+
+
+def test_training_is_counted_in_steps_and_a_running_stage_by_its_log(run_config, state):
+    state()
+    by_hand(run_config, "04_train", status="interrupted", out=0, facts={"steps": 240})
+    assert "04_train          interrupted  0 of 240 steps" in text(run_config)
+    records = [{"kind": "train", "step": 12}, {"kind": "validation", "step": 12}]
+    (run_config.run_dir / "04_train/metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    assert "12 of 240 steps" in text(run_config)
+    by_hand(run_config, "02_hidden_states", status="running", **{"in": 0, "out": 0})
+    assert re.search("02_hidden_states  running  +2.0 min, since", text(run_config))
+    (run_config.run_dir / "logs").mkdir()
+    log = "19:30:00 5/1093 rows, ETA unknown\n19:30:30 1005/1093 rows, ETA 3 min, retries 7\nprobe: 5 positions\n"
+    (run_config.run_dir / "logs/02_hidden_states.log").write_text(log)
+    assert "02_hidden_states  running      1,005 of 1,093 rows" in text(run_config)
+
+
+def test_a_stages_minutes_are_those_of_all_its_calls(run_config, state):
+    running = {"status": "running", "started": time.time() - 120, "seconds": 600}
+    state(stages={"02_hidden_states": running})
+    by_hand(run_config, "02_hidden_states", status="running", seconds=300)
+    assert "12.0 min, since" in text(run_config)
+    log = run_config.run_dir / "logs/02_hidden_states.log"
+    log.parent.mkdir()
+    log.touch()
+    os.utime(log, (running["started"] + 60,) * 2)
+    state(stages={"02_hidden_states": running}, pid=2**22 - 1)
+    assert "11.0 min" in text(run_config), "the last that is known of a call that was killed"
+    by_hand(run_config, "02_hidden_states", seconds=1200)
+    assert "20.0 min" in text(run_config), "others by hand"
+
+
+@pytest.mark.parametrize("how", ["signal", "kill"])
+def test_an_interrupted_stage_has_one_name_everywhere(run_config, state, how):
+    stages = {"02_hidden_states": {"status": "interrupted" if how == "signal" else "running", "started": 1.7e9}}
+    said = {"status": "interrupted", "error": "interrupted by SIGTERM"} if how == "signal" else {"pid": 2**22 - 1}
+    state(stages=stages, **said)
+    manifest = (
+        {"status": "interrupted"} if how == "signal" else {"status": "running", "process": {"boot": process.boot()}}
+    )
+    by_hand(run_config, "02_hidden_states", **manifest)
+    shown, page = text(run_config), report.write(run_config).read_text()
+    assert "run smollm2_cpu: interrupted; the same command continues it" in shown
+    assert "02_hidden_states  interrupted" in shown and "<td>02_hidden_states</td><td>interrupted</td>" in page
+    assert "No drafter yet: interrupted in 02_hidden_states" in page
+    assert not any(word in shown + page for word in ("stopped", "killed;"))

@@ -1,0 +1,166 @@
+"""What a run has left behind so far, read for people: by `status` and by the report, whoever ran the stages."""
+
+import re
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from drafter import artifacts, config, process, stage
+from drafter.errors import StageError
+
+NOT_ASKED = ("held_out", "duplicate")  # rejects that were never to be answered
+PROGRESS = re.compile(r"^(\d\d):(\d\d):(\d\d) (\d+)/(\d+) (\w+), ", re.MULTILINE)  # a line of stage.Progress
+WORDS = {"01b_synthetic": "rows", "02_hidden_states": "rows", "06_acceptance": "measurements"}
+
+
+class Trouble(NamedTuple):
+    """Why a run stands still: `how` is the word for it, `failed` or `interrupted`, `at` the stage or empty."""
+
+    how: str
+    at: str
+    reason: str
+
+
+class Found:
+    """Everything a run has left behind so far."""
+
+    def __init__(self, run_config: config.Config):
+        self.config = run_config
+        self.state = _state(run_config)
+        self.plan = artifacts.read_note(run_config.run_dir / "plan.json")
+        self.manifests = {}
+        for name in config.STAGES:
+            try:
+                self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
+            except StageError:
+                self.manifests[name] = {"stage": name, "status": "unreadable"}
+        path = run_config.stage_dir("06_acceptance") / "acceptance.json"
+        self.acceptance = artifacts.read_note(path, headline=dict, measurements=list)
+        self.metrics = records(run_config.stage_dir("04_train") / "metrics.jsonl")
+
+    def manifest(self, name: str) -> dict:
+        return self.manifests[name] or {}
+
+    def seen(self, name: str) -> dict:
+        """What the pipeline noted of a stage."""
+        return self.state.get("stages", {}).get(name, {})
+
+    def log(self, name: str) -> str:
+        """A stage's talk, of all its calls by the pipeline."""
+        path = self._log(name)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _log(self, name: str) -> Path:
+        return self.config.run_dir / "logs" / f"{name}.log"
+
+    def alive(self) -> bool:
+        """Whether the pipeline is at work on the run; of a copied run, it is at work on the original."""
+        return process.lives(self.state) and self.state.get("home") == artifacts.home(self.config.run_dir)
+
+    def begun(self) -> bool:
+        """Whether this run has done anything; what it takes from another is not its own."""
+        stages = (self.stands(name) != "not begun" for name in config.STAGES)
+        return self.config.run_dir.exists() and (bool(self.state) or any(stages))
+
+    def stands(self, name: str) -> str:
+        """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
+        seen, manifest = self.seen(name), self.manifest(name)
+        if self.alive() and self.state.get("stage") == name and seen.get("status") == "running":
+            return "running"
+        if not manifest:
+            return {"running": "interrupted"}.get(seen.get("status"), seen.get("status")) or "not begun"
+        if manifest["status"] == "running":
+            return _at_work(manifest.get("process") or {})
+        if seen.get("status") == "failed" and seen.get("ended", 0) > seconds_of(manifest.get("updated")):
+            return "failed"  # before it could say so itself
+        return manifest["status"]
+
+    def trouble(self) -> Trouble | None:
+        """Why the run stands still; None once somebody has finished that stage since."""
+        at, how = self.state.get("stage") or "", self.state.get("status")
+        if how == "running":
+            if self.alive():
+                return None
+            how = "interrupted"
+        if how in ("failed", "interrupted") and not (at and self.stands(at) == "complete"):
+            killed = "the pipeline was killed, or the machine restarted"
+            reason = "see the log of the stage" if how == self.state["status"] else killed
+            return Trouble(how, at, self.state.get("error") or reason)
+        for name, manifest in self.manifests.items():
+            if manifest and manifest.get("error") and self.stands(name) != "running":
+                return Trouble(manifest["status"], name, manifest["error"])
+        return None
+
+    def progress(self, name: str) -> str:
+        """How far a stage is, in its own unit; empty where nothing is known."""
+        manifest = self.manifest(name)
+        if name == "04_train":
+            done = next((record["step"] for record in reversed(self.metrics) if "step" in record), 0)
+            steps = manifest.get("facts", {}).get("steps")
+            return f"{done:,} of {steps:,} steps" if steps else ""
+        if name not in WORDS:
+            return ""
+        if manifest.get("status") == "running":  # counts come at the end, the log knows better
+            lines = PROGRESS.findall(self.log(name)) if name != "06_acceptance" else ()
+            return f"{int(lines[-1][3]):,} of {int(lines[-1][4]):,} {lines[-1][5]}" if lines else ""
+        if not manifest.get("in"):
+            return ""
+        rejected = manifest.get("rejected", {})
+        asked = manifest["in"] - sum(rejected.get(reason, 0) for reason in NOT_ASKED)
+        lost = sum(count for reason, count in rejected.items() if reason not in NOT_ASKED)
+        return f"{manifest['out']:,} of {asked:,} {WORDS[name]}" + (f", {lost:,} rejected" if lost else "")
+
+    def seconds(self, name: str) -> float:
+        """What a stage has taken so far, all calls together; with its servers' starts where the pipeline ran it."""
+        seen = self.seen(name)
+        spent = seen.get("seconds", 0)
+        if seen.get("status") == "running" and "started" in seen:
+            log = self._log(name)
+            # Of a call that was killed, the log's last line is the last that is known.
+            until = time.time() if self.alive() else log.stat().st_mtime if log.exists() else 0
+            spent += max(0, until - seen["started"])
+        manifest = self.manifest(name)
+        own = manifest.get("seconds", 0)
+        if manifest.get("status") == "running" and _at_work(manifest.get("process") or {}) == "running":
+            own += time.time() - seconds_of(manifest["updated"])
+        return max(spent, own)
+
+    def minutes(self, name: str) -> float | None:
+        seconds = self.seconds(name)
+        return round(seconds / 60, 1) if seconds else None
+
+    def planned(self, name: str) -> dict[str, float]:
+        """Minutes that the plan gave a stage: typical, low, high."""
+        return {part: round(value / 60, 1) for part, value in self.plan.get(name, {}).get("seconds", {}).items()}
+
+
+def _state(run_config: config.Config) -> dict:
+    """What `pipeline.json` says; {} where there is none, or a broken one."""
+    found = artifacts.read_note(run_config.run_dir / "pipeline.json", status=str, stages=dict)
+    whole = all(isinstance(each, dict) for each in found.get("stages", {}).values())
+    return found if whole and isinstance(found.get("production", []), list) else {}
+
+
+def records(path: Path, limit: int | None = None) -> list[dict]:
+    """The records of a JSONL file, at most `limit`; none of one that is broken or not there."""
+    try:
+        return [record for record, _ in zip(artifacts.read_jsonl(path), range(limit or sys.maxsize), strict=False)]
+    except (OSError, StageError):
+        return []
+
+
+def seconds_of(moment: str | None) -> float:
+    """A manifest's time as a timestamp; 0 where there is none."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except (TypeError, ValueError):
+        return 0
+
+
+def _at_work(record: dict) -> str:
+    """Of a stage that has begun and not ended; another host's processes are not seen from here."""
+    if process.lives(record):
+        return "running"
+    return "interrupted" if record.get("boot") == process.boot() else "begun"
