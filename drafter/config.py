@@ -103,11 +103,12 @@ class Target(Section):
     def check_special_tokens(self) -> None:
         """The model folder's tokenizer must agree with `special_tokens`. Raises ConfigError."""
         local = read_added_tokens(self.model)
-        for text, token in self.special_tokens.items():
+        told = [("special_tokens", text, token) for text, token in self.special_tokens.items()]
+        if self.think_end is not None:
+            told.append(("think_end", "</think>", self.think_end))
+        for key, text, token in told:
             if local.get(text, token) != token:
-                raise ConfigError(
-                    f"target.special_tokens: {self.model} has {text!r} as {local[text]}, not as {token}"
-                )
+                raise ConfigError(f"target.{key}: {self.model} has {text!r} as {local[text]}, not as {token}")
 
 
 class Server(Section):
@@ -342,6 +343,9 @@ class Config(Section):
                 f"target.max_seq_len: {self.target.max_seq_len} is more than the model's "
                 f"{architecture.max_position_embeddings} positions"
             )
+        for key, ids in (("prompt_suffix", self.target.prompt_suffix), ("think_end", (self.target.think_end or 0,))):
+            if max(ids, default=0) >= (tokens := architecture.vocab_size):
+                raise ConfigError(f"target.{key}: {max(ids)} is no token, the model has {tokens}")
         self.target.check_special_tokens()
 
 

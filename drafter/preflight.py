@@ -5,6 +5,7 @@ import json
 import os
 import pwd
 import shlex
+import shutil
 import socket
 import stat
 import sys
@@ -14,17 +15,18 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu, native, plan, process, rates, server, systemd, verifier
+from drafter import artifacts, config, gpu, native, plan, process, rates, readiness, server, systemd, verifier
 from drafter.artifacts import size
 from drafter.comparison import NONE, RUN, WARM_START
 from drafter.errors import ConfigError, StageError
+from drafter.launch import command
 
 DRIVER = Path("/dev/nvidiactl")  # there wherever NVIDIA's driver is loaded
 ENGINE = "engine.json"  # what the installed vLLM said about this target
 
 # Asked in the server's own interpreter, since that may be another environment.
 ASK_ENGINE = """
-import json, sys
+import contextlib, json, sys
 import vllm
 try:
     from vllm.model_executor.models import ModelRegistry
@@ -33,8 +35,27 @@ try:
     answer = known and bool(supports_eagle3(ModelRegistry._try_load_model_cls(sys.argv[1])))
 except (ImportError, AttributeError):
     answer = None  # these are not vLLM's public names: one that lacks them cannot be asked, and may well be right
-print(json.dumps({"eagle3": answer}))
+refused = {}
+with contextlib.suppress(ImportError):
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:
+        from vllm.entrypoints.openai.cli_args import make_arg_parser  # before 0.32
+    class Refused(Exception):
+        pass
+    class Parser(FlexibleArgumentParser):
+        def error(self, message):
+            raise Refused(message)
+    parser = make_arg_parser(Parser())
+    for role, flags in json.loads(sys.argv[2]).items():
+        try:
+            parser.parse_args(flags)
+        except Refused as error:
+            refused[role] = str(error)
+print(json.dumps({"eagle3": answer, "refused": refused}))
 """
+CONTEXT = {"generate": "generate.max_tokens", "extract": "target.max_seq_len", "evaluate": "acceptance.max_tokens"}
 
 Check = Callable[[config.Config], Iterable[str]]
 
@@ -109,18 +130,55 @@ def sources(run_config: config.Config) -> Iterator[str]:
     for source in run_config.prompts:
         if source.path and not source.path.exists():
             yield f"prompts {source.name}: {source.path} does not exist"
+    least, asked = run_config.generate.min_rows, plan.rows_asked(run_config)
+    if asked is not None and least > asked:
+        yield f"generate.min_rows: {least:,} is more than the {asked:,} conversations of prompts"
+
+
+def servers(run_config: config.Config) -> Iterator[str]:
+    """What a role is started and asked with: interpreter, API key, a context that the run fits in."""
+    for role in get_args(config.Role):
+        own = getattr(run_config.servers, role)
+        if own.api_key_env and own.api_key_env not in os.environ:
+            yield f"servers.{role}.api_key_env: it names a variable that is not set"
+        if own.kind != "command":
+            continue
+        if own.python and not shutil.which(own.python):
+            yield f"servers.{role}.python: no program {own.python}"
+        flags = {flag.replace("_", "-"): value for flag, value in own.args.items()}
+        offered = flags.get("max-model-len", run_config.target.architecture.max_position_embeddings)
+        needed = readiness.context_needed(run_config, role)
+        if isinstance(offered, int) and 0 < offered < needed:
+            where = f"servers.{role}.args.max-model-len" if "max-model-len" in flags else "the model's positions"
+            yield f"{CONTEXT[role]}: {needed - 1} tokens and at least one more do not fit in {offered}, {where}"
+
+
+def memory(run_config: config.Config) -> Iterator[str]:
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    asked = run_config.extract.queue_gb * 1e9
+    if run_config.servers.extract.kind != "external" and asked > has:
+        yield f"extract.queue_gb: {size(asked)} of states would wait in this machine's {size(has)} of memory"
 
 
 def engine(run_config: config.Config) -> Iterator[str]:
-    """The installed vLLM can draft for this kind of model. Asked once a run, since importing vLLM takes long."""
+    """The installed vLLM can draft for this kind of model, and knows the flags of the roles that it serves.
+
+    Asked once a run, since importing vLLM takes long.
+    """
     own = run_config.servers.evaluate
     if own.kind != "command":
         return
     architecture, kept = run_config.target.architecture.name, run_config.run_dir / ENGINE
-    question = {"python": own.python or sys.executable, "architecture": architecture}
+    roles = {role: getattr(run_config.servers, role) for role in get_args(config.Role)}
+    flags = {
+        role: command(run_config, role)[3:]
+        for role, other in roles.items()
+        if other.kind == "command" and other.python == own.python
+    }
+    question = {"python": own.python or sys.executable, "architecture": architecture, "flags": flags}
     answer = artifacts.read_note(kept)
     if "eagle3" not in answer or {key: answer.get(key) for key in question} != question:
-        line = [question["python"], "-c", ASK_ENGINE, architecture]
+        line = [question["python"], "-c", ASK_ENGINE, architecture, json.dumps(flags)]
         done = process.run(line, timeout=300, env=server.environment(own))
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
@@ -131,6 +189,8 @@ def engine(run_config: config.Config) -> Iterator[str]:
             artifacts.write_json(kept, answer)
     if answer["eagle3"] is False:
         yield f"this vLLM knows no EAGLE-3 drafter for {architecture}; Kimi needs {native.MIN_ENGINE} or newer"
+    for role, why in answer.get("refused", {}).items():
+        yield f"servers.{role}.args: vLLM refuses them: {why}"
 
 
 def versions(run_config: config.Config) -> Iterator[str]:
@@ -262,6 +322,12 @@ def gpus(run_config: config.Config) -> Iterator[str]:
         yield f"servers.*.gpus: this machine has no GPU {', '.join(map(str, absent))}"
 
 
+def ranks(run_config: config.Config) -> Iterator[str]:
+    present, asked = gpu.memory_used(), run_config.train.processes
+    if present and asked > len(present):
+        yield f"train.processes: {asked} ranks, and this machine has {len(present)} GPUs"
+
+
 SERVED = ("01b_synthetic", "02_hidden_states", "06_acceptance")
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (config.STAGES, folders),
@@ -271,7 +337,10 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (SERVED, units),
     (("02_hidden_states",), shared_folder),
     (SERVED, ports),
+    (SERVED, servers),
+    (("02_hidden_states",), memory),
     (SERVED, gpus),
+    (("04_train",), ranks),
     (("06_acceptance",), versions),
     (("06_acceptance",), engine),
     (("02_hidden_states",), space),

@@ -237,13 +237,17 @@ def test_special_tokens_are_those_of_the_model_folders_tokenizer(tmp_path, file,
     folder = kimi_folder(tmp_path)
     (folder / file).write_text(json.dumps(content))
 
-    def check(tokens: str) -> None:
+    def check(tokens: str, *more: str) -> None:
         settings = [f"target.model={folder}", "target.layer_ids=[2, 30, 58, 61]", f"target.special_tokens={tokens}"]
-        config.load(DEFAULT, settings).check_against_model()
+        config.load(DEFAULT, [*settings, *more]).check_against_model()
 
     check('{"<think>": 5, "a word": 9}')
     with pytest.raises(ConfigError, match="'<think>' as 5, not as 163606"):
         check('{"<think>": 163606}')
+    check("{}", "target.think_end=6")
+    if file == "tokenizer.json":
+        with pytest.raises(ConfigError, match="target.think_end: .* has '</think>' as 6, not as 5"):
+            check("{}", "target.think_end=5")
     (folder / file).write_text('{"added_tokens": [5], "added_tokens_decoder": 7}')
     with pytest.raises(ConfigError, match=f"{file} is no tokenizer's file"):
         check('{"<think>": 5}')

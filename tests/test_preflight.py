@@ -70,10 +70,40 @@ def test_the_engine_is_asked_once_a_run(load):
         ("export.reference=/nowhere", "no drafter at /nowhere"),
         ("acceptance.drafters=[none, /nowhere]", "no drafter at /nowhere"),
         ("servers.evaluate.gpus=[0, 99]", "this machine has no GPU"),
+        ("servers.generate.api_key_env=NO_SUCH_KEY", "servers.generate.api_key_env: it names a"),
+        ("servers.extract.python=/nowhere/python", "servers.extract.python: no program /nowhere/python"),
+        (
+            "generate.max_tokens=1024",
+            "generate.max_tokens: 1024 tokens and at least one more do not fit",
+        ),
+        (
+            "target.max_seq_len=1024",
+            "do not fit in 1024, servers.extract.args.max-model-len",
+        ),
+        ("acceptance.max_tokens=5000", "acceptance.max_tokens: 5000 tokens and at least one"),
+        (
+            "servers.evaluate.args={what: true}",
+            "servers.evaluate.args: vLLM refuses them: unrecognized",
+        ),
+        ("servers.generate.args={}", None),
+        ("generate.max_tokens=1023", None),
+        ("extract.queue_gb=100000", "of states would wait in this machine's"),
+        ("generate.min_rows=102", "generate.min_rows: 102 is more than the 101 conversations of prompts"),
+        ("target.think_end=49152", "target.think_end: 49152 is no token, the model has 49152"),
     ],
 )
 def test_what_a_later_stage_would_stop_at_is_found(load, override, finding):
-    assert any(finding in each for each in found(load(override)))
+    """Or, where nothing would stop, that nothing is."""
+    findings = found(load(override))
+    assert any(finding in each for each in findings) if finding else findings == []
+
+
+def test_more_ranks_than_gpus_are_found(load, monkeypatch):
+    monkeypatch.setattr(preflight.gpu, "memory_used", lambda: {0: 5, 1: 5})
+    assert list(preflight.ranks(load("train.processes=2"))) == []
+    assert list(preflight.ranks(load("train.processes=4"))) == [
+        "train.processes: 4 ranks, and this machine has 2 GPUs"
+    ]
 
 
 def test_a_model_without_one_of_the_three_tensors_is_found(load, model, tmp_path):
