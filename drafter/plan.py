@@ -71,11 +71,6 @@ def estimate(run_config: config.Config, known: Rates, size: Sizes, rows: int) ->
     read = Range(*(rows * min(tokens, longest) for tokens in dataclasses.astuple(known.row_tokens)))
     trained = read * ((1 - train.validation_share) * train.epochs)
     checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
-    launches = {
-        (drafter, cell.num_speculative_tokens if drafter != "none" else 0)
-        for drafter in acceptance.drafters
-        for cell in acceptance.cells
-    }
     budget = acceptance.budget_minutes * 60
     start, none = known.start_seconds, exactly(0)
     trial = [Estimate(TRIAL, Range(10, 60, 300), start, 0, 0)] if known.trial else []
@@ -103,8 +98,15 @@ def estimate(run_config: config.Config, known: Rates, size: Sizes, rows: int) ->
             (train.keep_checkpoints + 1) * checkpoint,
         ),
         Estimate("05_export", Range(30, 60, 300), none, 0, size.drafter_parameters * 2),
-        Estimate("06_acceptance", Range(budget / 4, budget / 2, budget), start * len(launches), 0, 0),
+        Estimate("06_acceptance", Range(budget / 4, budget / 2, budget), start * launches(run_config), 0, 0),
     ]
+
+
+def launches(run_config: config.Config) -> int:
+    """Server starts of 06: one for each drafter and draft length."""
+    acceptance = run_config.acceptance
+    lengths = {cell.num_speculative_tokens for cell in acceptance.cells}
+    return sum(1 if drafter == "none" else len(lengths) for drafter in set(acceptance.drafters))
 
 
 def whole(estimates: list[Estimate]) -> Range:

@@ -297,6 +297,22 @@ def folders(run_config: config.Config) -> Iterator[str]:
         yield f"run.dir: this user may not write in {folder}"
 
 
+def event(run_config: config.Config) -> Iterator[str]:
+    """Nobody hears of a night whose command the shell cannot read."""
+    if run_config.run.on_event:
+        done = process.run(["/bin/sh", "-n", "-c", run_config.run.on_event], timeout=30)
+        if done.returncode:
+            yield f"run.on_event: {' '.join(done.stderr.split())}"
+
+
+def budget(run_config: config.Config) -> Iterator[str]:
+    """Each server start of 06 has an equal share of the budget, in which it must also measure."""
+    known = rates.measured_or(run_config, rates.profile(rates.default_profile(run_config)))
+    minutes, starts = run_config.acceptance.budget_minutes, plan.launches(run_config)
+    if minutes <= starts * (start := known.start_seconds.typical / 60):
+        yield f"acceptance.budget_minutes: {minutes:g} are not enough for {starts} server starts of about {start:.1f}"
+
+
 def space(run_config: config.Config) -> Iterator[str]:
     """The states that are still to be written, against the disk without its reserve."""
     platform = rates.profile(rates.default_profile(run_config))
@@ -331,6 +347,7 @@ def ranks(run_config: config.Config) -> Iterator[str]:
 SERVED = ("01b_synthetic", "02_hidden_states", "06_acceptance")
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (config.STAGES, folders),
+    (config.STAGES, event),
     (config.STAGES, target),
     (("01b_synthetic",), sources),
     (("04_train", "05_export", "06_acceptance"), reference),
@@ -342,6 +359,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (SERVED, gpus),
     (("04_train",), ranks),
     (("06_acceptance",), versions),
+    (("06_acceptance",), budget),
     (("06_acceptance",), engine),
     (("02_hidden_states",), space),
 )

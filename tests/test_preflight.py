@@ -88,6 +88,11 @@ def test_the_engine_is_asked_once_a_run(load):
         ("servers.generate.args={}", None),
         ("generate.max_tokens=1023", None),
         ("extract.queue_gb=100000", "of states would wait in this machine's"),
+        (
+            "acceptance.budget_minutes=1",
+            "budget_minutes: 1 are not enough for 2 server starts of about 0.6",
+        ),
+        ("run.on_event='echo \"$EVENT'", "run.on_event: /bin/sh: "),
         ("generate.min_rows=102", "generate.min_rows: 102 is more than the 101 conversations of prompts"),
         ("target.think_end=49152", "target.think_end: 49152 is no token, the model has 49152"),
     ],
