@@ -25,7 +25,7 @@ from drafter import (
 )
 from drafter.caveats import caveats, sentence
 from drafter.comparison import NONE, RUN, WARM_START, Unit
-from drafter.config import Cell, Config, Generate
+from drafter.config import ROOT, Cell, Config, Generate
 from drafter.decoding import Decoded
 from drafter.errors import ConfigError, ContractError, ResumableError, StageError
 from drafter.prompt_sets import PromptSets
@@ -95,7 +95,7 @@ def find_drafters(config: Config) -> dict[str, Path | None]:
             say("this run trains from scratch: there is no warm start to measure")
             continue
         known = {NONE: None, WARM_START: config.train.warm_start, RUN: export.folder(config)}
-        found[label] = known[label] if label in known else Path(label)
+        found[label] = known[label] if label in known else ROOT / label
         if folder := found[label]:
             native.check_folder(folder, config.target)
     return found

@@ -117,7 +117,7 @@ def target(run_config: config.Config) -> Iterator[str]:
 
 def reference(run_config: config.Config) -> Iterator[str]:
     """The drafters to start from, to export like and to compare with open, and draft for this target."""
-    others = [Path(label) for label in run_config.acceptance.drafters if label not in (NONE, WARM_START, RUN)]
+    others = [config.ROOT / label for label in run_config.acceptance.drafters if label not in (NONE, WARM_START, RUN)]
     for folder in dict.fromkeys([run_config.train.warm_start, run_config.export.reference, *others]):
         try:
             if folder:

@@ -69,6 +69,7 @@ def test_the_engine_is_asked_once_a_run(load):
         ("extract.reserve_gb=1000000", "are free beside the reserve"),
         ("export.reference=/nowhere", "no drafter at /nowhere"),
         ("acceptance.drafters=[none, /nowhere]", "no drafter at /nowhere"),
+        ("acceptance.drafters=[none, models/nowhere]", f"no drafter at {config.ROOT}/models/nowhere"),
         ("servers.evaluate.gpus=[0, 99]", "this machine has no GPU"),
         ("servers.generate.api_key_env=NO_SUCH_KEY", "servers.generate.api_key_env: it names a"),
         ("servers.extract.python=/nowhere/python", "servers.extract.python: no program /nowhere/python"),
