@@ -18,13 +18,12 @@ from transformers import LlamaConfig
 from drafter import native
 from drafter.attention import Documents, attend
 from drafter.config import Target
-from drafter.errors import ConfigError, ContractError
+from drafter.errors import ContractError
 from drafter.losses import linear_kl
 from drafter.pointwise import rms_norm, rotate, swiglu
 from drafter.verifier import Verifier
 
 REASONING, ANSWER = 0, 1
-UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "sliding_window")
 
 
 @dataclass(slots=True)
@@ -181,7 +180,7 @@ def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier
     Raises ContractError when a tensor is missing, unknown or of another shape, ConfigError on a form that the
     forward pass does not have.
     """
-    check_form(config, target)
+    native.check_form(config, target)
     with torch.device("meta"):
         drafter = Drafter(_speculators_config(config))
     drafter.rotary_emb = type(drafter.rotary_emb)(drafter.rotary_emb.config)  # its table must be real
@@ -197,18 +196,6 @@ def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier
     except RuntimeError as error:
         raise ContractError(f"the drafter's tensors do not fit its config: {' '.join(str(error).split())}") from None
     return drafter
-
-
-def check_form(config: dict[str, Any], target: Target) -> None:
-    """Raises ContractError on a drafter for another target, ConfigError on one that this forward pass has not."""
-    native.check_config(config, target)
-    for key in ("rms_norm_eps", "max_position_embeddings"):
-        if not isinstance(config.get(key), int | float):
-            raise ContractError(f"{native.CONFIG}: {key} is {config.get(key)!r}, must be a number")
-    nested = config.get("eagle_config") or {}
-    for key in UNSUPPORTED:
-        if config.get(key) or nested.get(key):
-            raise ConfigError(f"train.warm_start: a drafter with {key} cannot be trained here")
 
 
 def trainable(drafter: Drafter, groups: Iterable[str]) -> dict[str, torch.nn.Parameter]:

@@ -23,6 +23,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Of a drafter's config: what the forward pass of training has not.
+UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "sliding_window")
 
 # Oldest vLLM that serves such a folder for every target here: older ones put the target's head in the place of the
 # drafter's own, do not know Kimi as a target, or cannot capture its last layer.
@@ -233,3 +235,33 @@ def check_vocabulary_map(d2t: torch.Tensor, t2d: torch.Tensor) -> None:
         raise ContractError("d2t is not in ascending order of target ids")
     if not torch.equal(ids, marked):
         raise ContractError(f"t2d marks {len(marked)} tokens that are not the {len(ids)} d2t leads to")
+
+
+def check_form(config: dict[str, Any], target: Target) -> None:
+    """Raises ContractError on a drafter for another target, ConfigError on one that this forward pass has not."""
+    check_config(config, target)
+    for key in ("rms_norm_eps", "max_position_embeddings"):
+        if not isinstance(config.get(key), int | float):
+            raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be a number")
+    nested = config.get("eagle_config") or {}
+    for key in UNSUPPORTED:
+        if config.get(key) or nested.get(key):
+            raise ConfigError(f"train.warm_start: a drafter with {key} cannot be trained here")
+
+
+def check_settings(config: Config) -> None:
+    """Raises ConfigError on settings of training that contradict the warm start, or without one the target."""
+    train = config.train
+    if train.warm_start is None:
+        asked, tokens = train.draft_vocab_size, config.target.architecture.vocab_size
+        if asked is not None and asked > tokens:
+            raise ConfigError(f"train.draft_vocab_size: {asked} is more than the target's {tokens} tokens")
+        if train.l2_sp:
+            raise ConfigError("train.l2_sp pulls towards a warm start: set train.warm_start, or l2_sp to 0")
+        return
+    settings = read_config(train.warm_start)
+    check_form(settings, config.target)
+    for key in ("draft_vocab_size", "draft_intermediate_size"):
+        asked, has = getattr(train, key), settings.get(key.replace("draft_inter", "inter"))
+        if asked is not None and asked != has:
+            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}: leave it out")

@@ -160,6 +160,11 @@ def memory(run_config: config.Config) -> Iterator[str]:
         yield f"extract.queue_gb: {size(asked)} of states would wait in this machine's {size(has)} of memory"
 
 
+def training(run_config: config.Config) -> Iterator[str]:
+    native.check_settings(run_config)
+    yield from ()
+
+
 def engine(run_config: config.Config) -> Iterator[str]:
     """The installed vLLM can draft for this kind of model, and knows the flags of the roles that it serves.
 
@@ -358,6 +363,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("02_hidden_states",), memory),
     (SERVED, gpus),
     (("04_train",), ranks),
+    (("04_train",), training),
     (("06_acceptance",), versions),
     (("06_acceptance",), budget),
     (("06_acceptance",), engine),

@@ -2,10 +2,9 @@
 
 import contextlib
 
-from drafter import artifacts, checkpoint, data, draft, native, parallel
-from drafter.config import Config
+from drafter import artifacts, checkpoint, data, native, parallel
 from drafter.dataset import Dataset, read_dataset
-from drafter.errors import ConfigError, StageError
+from drafter.errors import StageError
 from drafter.loop import Training
 from drafter.stage import Stage, read_manifest, say
 
@@ -21,7 +20,7 @@ def run(stage: Stage) -> dict:
     """Train until done, early stop or a signal. Raises Interrupted after saving when a signal came."""
     with parallel.ranks() as ranks, contextlib.ExitStack() as held:
         stage.require("02_hidden_states")
-        check_settings(stage.config)
+        native.check_settings(stage.config)
         dataset = read_dataset(stage, ranks.world)
         finished, before = is_finished(stage, dataset), read_manifest(stage.folder)
         ranks.barrier()  # every rank has read the manifest
@@ -53,27 +52,11 @@ def plan(stage: Stage) -> dict:
         done = checkpoint.complete_steps(stage.folder)
         pending = max(1, len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0))
         pending = 0 if is_finished(stage, dataset) else pending
-    if start := config.train.warm_start:
-        try:
-            native.read_config(start)
-        except StageError as error:
-            findings.append(str(error))
+    try:
+        native.check_settings(config)
+    except StageError as error:
+        findings.append(str(error))
     return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
-
-
-def check_settings(config: Config) -> None:
-    """Raises ConfigError on settings that contradict the warm start."""
-    train = config.train
-    if train.warm_start is None:
-        if train.l2_sp:
-            raise ConfigError("train.l2_sp pulls towards a warm start: set train.warm_start, or l2_sp to 0")
-        return
-    settings = native.read_config(train.warm_start)
-    draft.check_form(settings, config.target)
-    for key in ("draft_vocab_size", "draft_intermediate_size"):
-        asked, has = getattr(train, key), settings.get(key.replace("draft_inter", "inter"))
-        if asked is not None and asked != has:
-            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}: leave it out")
 
 
 def is_finished(stage: Stage, dataset: Dataset) -> bool:

@@ -347,7 +347,7 @@ def test_missing_and_unknown_tensors_are_named(target, warm_start, verifier):
         draft.build(weights | {"fc.weight": torch.ones(3, 3)}, settings, verifier, target)
 
 
-@pytest.mark.parametrize("key", draft.UNSUPPORTED)
+@pytest.mark.parametrize("key", native.UNSUPPORTED)
 def test_forms_that_the_forward_pass_has_not_are_refused(target, warm_start, verifier, key):
     """T17"""
     weights, settings = native.read(warm_start)

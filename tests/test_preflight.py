@@ -94,6 +94,8 @@ def test_the_engine_is_asked_once_a_run(load):
             "budget_minutes: 1 are not enough for 2 server starts of about 0.6",
         ),
         ("run.on_event='echo \"$EVENT'", "run.on_event: /bin/sh: "),
+        ("train.l2_sp=0.1", "train.l2_sp pulls towards a warm start"),
+        ("train.draft_vocab_size=50000", "train.draft_vocab_size: 50000 is more than the target's 49152 tokens"),
         ("generate.min_rows=102", "generate.min_rows: 102 is more than the 101 conversations of prompts"),
         ("target.think_end=49152", "target.think_end: 49152 is no token, the model has 49152"),
     ],
