@@ -153,6 +153,17 @@ def servers(run_config: config.Config) -> Iterator[str]:
             yield f"{CONTEXT[role]}: {needed - 1} tokens and at least one more do not fit in {offered}, {where}"
 
 
+def drafting(run_config: config.Config) -> Iterator[str]:
+    """What a drafter asks of the role that serves it."""
+    own = run_config.servers.evaluate
+    if set(run_config.acceptance.drafters) == {NONE}:
+        return
+    if own.kind != "command":
+        yield "servers.evaluate.kind: a drafter is a launch argument, so this role must be a `command`"
+    if any(flag.replace("_", "-") == "disable-log-stats" and value for flag, value in own.args.items()):
+        yield "servers.evaluate.args: drafts are not counted with disable-log-stats: leave it out"
+
+
 def memory(run_config: config.Config) -> Iterator[str]:
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     asked = run_config.extract.queue_gb * 1e9
@@ -365,6 +376,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("04_train",), ranks),
     (("04_train",), training),
     (("06_acceptance",), versions),
+    (("06_acceptance",), drafting),
     (("06_acceptance",), budget),
     (("06_acceptance",), engine),
     (("02_hidden_states",), space),

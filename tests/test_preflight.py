@@ -86,6 +86,8 @@ def test_the_engine_is_asked_once_a_run(load):
             "servers.evaluate.args={what: true}",
             "servers.evaluate.args: vLLM refuses them: unrecognized",
         ),
+        ("servers.evaluate.kind=external", "servers.evaluate.kind: a drafter is a launch argument"),
+        ("servers.evaluate.args={disable_log_stats: true}", "drafts are not counted with disable-log-stats"),
         ("servers.generate.args={}", None),
         ("generate.max_tokens=1023", None),
         ("extract.queue_gb=100000", "of states would wait in this machine's"),
