@@ -20,6 +20,7 @@ class Machine:
             role: getattr(run_config.servers, role) for role in get_args(config.Role)
         }
         self.production: set[str] = set()
+        self.borrowed = False  # by an earlier call, which was killed, or could not give something back
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -31,6 +32,8 @@ class Machine:
 
     def remember(self) -> None:
         """From here on, the units that are active now are to be so afterwards."""
+        if self.borrowed:  # what is active now may be what that call started
+            return
         systemd_roles = [role for role, own in self.roles.items() if own.kind == "systemd"]
         self.production |= {self.roles[role].unit for role in systemd_roles if server.alive(self.config, role)}
 

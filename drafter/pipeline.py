@@ -257,7 +257,9 @@ class Pipeline:
             return
         self._earlier = {key: found.state[key] for key in ("status", "stage", "error") if key in found.state}
         if found.state.get("home") == artifacts.home(self.config.run_dir):
+            killed = found.state["status"] == "running" and found.state.get("boot") == process.boot()
             self.machine.production = set(found.state.get("production", []))
+            self.machine.borrowed = killed or bool(self.machine.production)
         self.state["stages"] = found.state["stages"]
         for name, seen in self.state["stages"].items():
             if seen.get("status") == "running":  # a call that was killed

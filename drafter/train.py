@@ -4,7 +4,7 @@ import contextlib
 
 from drafter import artifacts, checkpoint, data, native, parallel
 from drafter.dataset import Dataset, read_dataset
-from drafter.errors import StageError
+from drafter.errors import ContractError, StageError
 from drafter.loop import Training
 from drafter.stage import Stage, read_manifest, say
 
@@ -48,10 +48,14 @@ def plan(stage: Stage) -> dict:
     if not (folder / data.INDEX).exists():
         findings.append(f"no hidden states in {folder}")
     else:
-        dataset = read_dataset(stage, config.train.processes)
-        done = checkpoint.complete_steps(stage.folder)
-        pending = max(1, len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0))
-        pending = 0 if is_finished(stage, dataset) else pending
+        try:
+            dataset = read_dataset(stage, config.train.processes)
+        except ContractError as error:  # 02 may have written none yet, or go on and mend it
+            findings.append(str(error))
+        else:
+            done = checkpoint.complete_steps(stage.folder)
+            pending = max(1, len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0))
+            pending = 0 if is_finished(stage, dataset) else pending
     try:
         native.check_settings(config)
     except StageError as error:

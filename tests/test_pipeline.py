@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import artifacts, config, machine, pipeline, process, supervise
+from drafter import artifacts, config, machine, pipeline, process, server, supervise
 from drafter.errors import ConfigError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -495,6 +495,30 @@ def test_a_copied_run_does_not_give_back_what_the_original_owes(night, tmp_path)
         following._remember()
         owed[each.run.name] = following.machine.production
     assert owed == {"smollm2_cpu": {"vllm-team"}, "copy": set()}
+
+
+@pytest.mark.parametrize(
+    ("status", "owed", "remembered"),
+    [
+        ("running", {"vllm-team"}, {"vllm-team"}),
+        ("running", set(), set()),
+        ("failed", {"vllm-team"}, {"vllm-team"}),
+        ("failed", set(), {"vllm-team", "vllm-extract"}),
+    ],
+)
+def test_a_unit_that_a_killed_call_started_is_not_taken_for_production(night, monkeypatch, status, owed, remembered):
+    """R01: given back as well, the extract unit would stop production, with which it conflicts."""
+    monkeypatch.setattr(server, "alive", lambda *_: True)
+    roles = {"generate": "vllm-team", "extract": "vllm-extract"}
+    sets = [f"servers.{role}.{what}" for role, unit in roles.items() for what in ("kind=systemd", f"unit={unit}")]
+    run_config = config.load(CPU_CONFIG, [*night.overrides, *sets])
+    killed = pipeline.Pipeline(run_config, pipeline.STEPS, None, None)
+    killed.state["status"], killed.machine.production = status, owed
+    killed._save()
+    following = pipeline.Pipeline(run_config, pipeline.STEPS, None, None)
+    following._remember()
+    following.machine.remember()
+    assert following.machine.production == remembered
 
 
 def test_a_production_server_that_does_not_start_stays_owed(night, monkeypatch):

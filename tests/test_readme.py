@@ -12,7 +12,7 @@ from conftest import CPU_CONFIG
 from drafter import arguments, config, pipeline
 
 PAGES = (config.ROOT / "README.md", config.ROOT / "docs/operations.md")
-ELSEWHERE = ("sudo", "xdg-open", "tmux", "tests/run.sh", "journalctl", "systemctl", "operator")
+ELSEWHERE = ("sudo", "sed", "umask", "xdg-open", "tmux", "tests/run.sh", "journalctl", "systemctl", "operator")
 
 
 def commands() -> list[str]:

@@ -108,6 +108,9 @@ def test_the_dry_run_counts_steps(undisturbed, tmp_path, target):
     (tmp_path / "empty").mkdir()
     nothing = pending(captured.write_config(tmp_path / "empty", target))
     assert "no hidden states" in nothing["findings"][0]
+    (states := tmp_path / "empty/runs/run/02_hidden_states").mkdir(parents=True)
+    captured.write_stage(states, [])  # 02 has failed at its first row
+    assert "nothing to learn" in pending(tmp_path / "empty/config.yaml")["findings"][0]
 
 
 # Resuming
