@@ -29,7 +29,7 @@ fi
 any=${PYTHON:-$(find_python)}
 answer=$(cd "$caller" && "$any" -m drafter.arguments "$@") && code=0 || code=$?
 if [[ -n $answer || $code != 0 ]]; then
-  printf '%s\n' "$answer"
+  [[ -z $answer ]] || printf '%s\n' "$answer"
   exit "$code"
 fi
 make_environment

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import json
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -100,7 +99,6 @@ def main(argv: list[str] | None = None) -> int:
         read(argv)
     except ConfigError as error:
         print(f"run_pipeline.sh: {error}", file=sys.stderr)
-        print(json.dumps({"status": "failed", "error": str(error), "exit_code": error.exit_code}))
         return error.exit_code
     return 0
 

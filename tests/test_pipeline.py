@@ -259,7 +259,8 @@ def test_help_and_a_wrong_option_are_answered_before_anything_is_installed(tmp_p
         shutil.copy(config.ROOT / name, tmp_path / name)
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run([tmp_path / "run_pipeline.sh", *call.split()], env=env, capture_output=True, text=True)
-    assert (done.returncode, said in done.stdout) == (code, True), done.stderr
+    right, other = (done.stderr, done.stdout) if code else (done.stdout, done.stderr)
+    assert (done.returncode, said in right, other) == (code, True, ""), done.stderr
     assert not (tmp_path / ".venv").exists() and len(done.stderr.splitlines()) == bool(code)
 
 
