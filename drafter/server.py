@@ -289,7 +289,9 @@ def _show_tail(run_config: config.Config, role: config.Role) -> str:
     lines = tail(run_config, role).strip().splitlines() or ["its log is empty"]
     for line in lines:
         log.info("  %s| %s", role, line[:200])
-    return next((line for line in reversed(lines) if " systemd[" not in line), lines[-1])[:200]
+    # A unit that systemd restarts has begun anew when its death is noticed.
+    dead = max((at for at, line in enumerate(lines) if "Main process exited" in line), default=len(lines))
+    return next((line for line in reversed(lines[:dead]) if " systemd[" not in line), lines[-1])[:200]
 
 
 def tail(run_config: config.Config, role: config.Role) -> str:

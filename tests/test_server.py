@@ -432,11 +432,13 @@ def test_a_unit_that_systemd_restarts_again_and_again_is_given_up(role, machine,
     monkeypatch.setattr(readiness, "PROBE_SECONDS", 1)
     run_config = role(kind="systemd", unit="vllm-test", start_minutes=1)
     machine.unit(run_config, "hang")
+    died = "python[7]: CUDA out of memory\nsystemd[1]: vllm-test.service: Main process exited\npython[8]: loading\n"
+    (machine.units / "vllm-test.log").write_text("".join(f"Nov 30 02:13:04 {line}\n" for line in died.splitlines()))
     restarts = machine.units / "vllm-test.restarts"
     restarts.write_text("7")  # of weeks gone by
     threading.Timer(1, restarts.write_text, ["9"]).start()
     started = time.monotonic()
-    with pytest.raises(ResumableError, match="died while starting"):
+    with pytest.raises(ResumableError, match="died while starting: .* CUDA out of memory"):
         server.up(run_config, "generate")
     assert time.monotonic() - started < 10
 
