@@ -127,7 +127,7 @@ class Server(Section):
     stop_seconds: PositiveFloat = 300
     hang_minutes: Minutes = 10  # without an answer and without progress of the stage, then it is restarted
     restarts: NonNegativeInt = 3  # of a server that dies or hangs during one stage
-    gpus: tuple[NonNegativeInt, ...] = ()  # devices that must hold the model while up, and be free after down
+    gpus: tuple[NonNegativeInt, ...] = ()  # it runs there: they hold the model while it is up and are free after down
 
     @field_validator("url")
     @classmethod

@@ -4,6 +4,7 @@ import grp
 import json
 import os
 import pwd
+import re
 import shlex
 import shutil
 import socket
@@ -352,6 +353,9 @@ def gpus(run_config: config.Config) -> Iterator[str]:
     named = {number for role in get_args(config.Role) for number in getattr(run_config.servers, role).gpus}
     if absent := sorted(named - set(present)):
         yield f"servers.*.gpus: this machine has no GPU {', '.join(map(str, absent))}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"\d+(,\d+)*", visible) and (hidden := sorted(named - set(map(int, visible.split(","))))):
+        yield f"servers.*.gpus: CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(map(str, hidden))}"
 
 
 def ranks(run_config: config.Config) -> Iterator[str]:

@@ -116,6 +116,14 @@ def test_more_ranks_than_gpus_are_found(load, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(("visible", "hidden"), [("", None), ("0,1", None), ("1", "0"), ("GPU-58ca22cc", None)])
+def test_a_servers_gpu_that_the_environment_hides_is_found(load, monkeypatch, visible, hidden):
+    monkeypatch.setattr(preflight.gpu, "memory_used", lambda: {0: 5, 1: 5})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    wanted = [f"servers.*.gpus: CUDA_VISIBLE_DEVICES={visible} hides GPU {hidden}"] if hidden else []
+    assert list(preflight.gpus(load("servers.evaluate.gpus=[0, 1]"))) == wanted
+
+
 def test_a_model_without_one_of_the_three_tensors_is_found(load, model, tmp_path):
     broken = tmp_path / "model"
     broken.mkdir()

@@ -386,6 +386,13 @@ def test_arguments_and_environment_reach_vllm_as_it_spells_them(role):
     ]
 
 
+def test_a_server_runs_on_the_gpus_it_is_waited_for_on(role):
+    seen = server.environment(role(gpus=[1, 3]).servers.generate)
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]) == ("1,3", "PCI_BUS_ID")
+    own = server.environment(role(gpus=[1], env={"CUDA_VISIBLE_DEVICES": "GPU-58ca22cc"}).servers.generate)
+    assert own["CUDA_VISIBLE_DEVICES"] == "GPU-58ca22cc", "the config's own words come last"
+
+
 def test_the_extract_role_captures_the_targets_layers_and_their_neighbours_when_asked(tmp_path):
     def captured(*overrides):
         line = server.command(config.load(CPU_CONFIG, [f"run.dir={tmp_path}", *overrides]), "extract")
