@@ -48,7 +48,6 @@ WAIT_STATUSES = frozenset({429, 503})  # a busy server: no fault of the request'
 RETRY_STATUSES = frozenset({408, 409, 425})  # beside every other 5xx
 CONFIG_STATUSES = frozenset({401, 403, 404})
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 T = TypeVar("T")
 
@@ -203,7 +202,8 @@ class Client:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` for stages: SIGINT and SIGTERM cancel `main`, which saves; then Interrupted is raised."""
+    """`asyncio.run` for stages: a signal cancels `main`, which saves; then Interrupted is raised."""
+    signals = interrupts.wanted()
 
     async def guarded() -> T:
         loop, task, caught = asyncio.get_running_loop(), asyncio.current_task(), []
@@ -214,7 +214,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
                 interrupts.taken(signum)
             caught.append(signum)
 
-        for signum in SIGNALS:
+        for signum in signals:
             loop.add_signal_handler(signum, stop, signum)
         try:
             return await main
@@ -228,7 +228,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         import uvloop
 
         factory = uvloop.new_event_loop
-    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in signals}
     try:
         with asyncio.Runner(loop_factory=factory) as runner:
             return runner.run(guarded())

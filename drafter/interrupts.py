@@ -15,6 +15,12 @@ _held_back = False
 _muted = False
 
 
+def wanted() -> tuple[int, ...]:
+    """SIGNALS, without SIGHUP where whoever started us has it ignored: under nohup a lost terminal ends nothing."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(signum for signum in SIGNALS if not (ignored and signum == signal.SIGHUP))
+
+
 def listen(*signums: int) -> None:
     """From here on the first of these signals raises Interrupted in the main thread."""
     global _received, _muted

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from drafter import artifacts, checkpoint, data, draft, layers, native, parallel, scratch
+from drafter import artifacts, checkpoint, data, draft, interrupts, layers, native, parallel, scratch
 from drafter.config import Config
 from drafter.dataset import Dataset
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
@@ -117,32 +117,8 @@ class Training:
             say("resuming from %s", done[-1].name)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError naming what differs from the run that made the checkpoint."""
-        now = self._identity()
-        differing = [
-            f"{key} (was {state.get(key)!r}, is {value!r})" for key, value in now.items() if state.get(key) != value
-        ]
-        if differing:
-            raise ConfigError(
-                f"04_train was begun with other {', '.join(differing)}; use another run.name, or remove "
-                f"{self.stage.folder} to train anew"
-            )
         self.position = Position(**{key: state[key] for key in asdict(self.position)})
         self.stage.facts |= {key: state[key] for key in BEFORE if key in state}
-        if self.position.step > (asked := len(self.dataset.plan.steps)):
-            raise ConfigError(
-                f"{self.position.step} steps are trained and {asked} are asked for: raise train.epochs or "
-                "train.max_steps, or take another run.name"
-            )
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same for a resumed step to be the step that would have been."""
-        return {
-            "rows": len(self.dataset.train),
-            "plan": self.dataset.plan.fingerprint,
-            "packs_per_step": max(len(step.packs) for step in self.dataset.plan.steps),
-            "trainable": sorted(self.config.train.trainable),
-        }
 
     def _kind_before(self, step: Path) -> str:
         """`auto` keeps, on as many ranks, what it chose: a resumed run adds its numbers in the same order."""
@@ -193,8 +169,8 @@ class Training:
         def note(signum: int, _frame) -> None:
             self.signal = self.signal or signum
 
-        signal.signal(signal.SIGTERM, note)
-        signal.signal(signal.SIGINT, note)
+        for signum in interrupts.wanted():
+            signal.signal(signum, note)
 
     # The loop's parts
 
@@ -215,9 +191,9 @@ class Training:
             sums += stats
         norm = self.optimizer.clip()
         # One transfer a step brings everything the host must know, before the update.
-        signals = [float(self.signal == signal.SIGTERM), float(self.signal == signal.SIGINT)]
-        sums = self.ranks.sum(torch.cat([sums.flatten(), sums.new_tensor(signals)]))
-        *flat, terminated, interrupted, norm = torch.cat([sums, norm.reshape(1).to(sums.dtype)]).tolist()
+        received = sums.new_tensor([float(self.signal == signum) for signum in interrupts.SIGNALS])
+        sums = self.ranks.sum(torch.cat([sums.flatten(), received]))
+        *flat, norm = torch.cat([sums, norm.reshape(1).to(sums.dtype)]).tolist()
         if not math.isfinite(norm):
             names = [row.entry.row_id for rows, _ in share for row in rows]
             raise ContractError(f"step {step.number}: loss or gradient is not finite; this rank's rows: {names}")
@@ -228,7 +204,9 @@ class Training:
         self.position.step = step.number
         self.position.tokens += step.tokens
         self.position.seconds_per_step = seconds
-        figures = summary(torch.tensor(flat).view(2, train.ttt_steps, len(draft.STATS)).sum(0))
+        counts, received = flat[: -len(received)], flat[-len(received) :]
+        stop = next((signum for signum, said in zip(interrupts.SIGNALS, received, strict=True) if said), 0)
+        figures = summary(torch.tensor(counts).view(2, train.ttt_steps, len(draft.STATS)).sum(0))
         figures = {
             "epoch": step.epoch,
             "lr": lr,
@@ -243,7 +221,7 @@ class Training:
             figures["memory_gib"] = round(torch.cuda.max_memory_allocated(self.ranks.device) / artifacts.GIB, 2)
         if self.metrics:
             self.metrics.write("train", step.number, figures)
-        return figures | {"stop": signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0}
+        return figures | {"stop": stop}
 
     def _after(self, step: int, last: bool) -> None:
         """Validate and save where it is due. What is saved has always been validated."""
@@ -297,7 +275,11 @@ class Training:
         """Gather on rank 0 and write there. Raises ResumableError when the disk is full; earlier steps stay."""
         weights = parallel.gathered(draft.native_weights(self.model, self.keeps_embedding), self.ranks)
         moments = parallel.gathered(self.optimizer.moments(), self.ranks)
-        state = asdict(self.position) | self._identity() | {"ranks": self.ranks.world, "parallel": self.kind}
+        state = (
+            asdict(self.position)
+            | identity(self.config, self.dataset)
+            | {"ranks": self.ranks.world, "parallel": self.kind}
+        )
         state |= {key: self.stage.facts[key] for key in BEFORE if key in self.stage.facts}
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
@@ -327,6 +309,38 @@ class Training:
             "tokens_per_second": round(tokens / seconds, 1),
         }
         say("best step: %s, expected acceptance length %.3f", best.name, self.stage.facts["expected_acceptance"])
+
+
+def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
+    """What must be the same for a resumed step to be the step that would have been."""
+    return {
+        "rows": len(dataset.train),
+        "plan": dataset.plan.fingerprint,
+        "packs_per_step": max(len(step.packs) for step in dataset.plan.steps),
+        "trainable": sorted(config.train.trainable),
+    }
+
+
+def check_resumable(stage: Stage, dataset: Dataset) -> None:
+    """Raises ConfigError naming what differs from the run that made the last checkpoint."""
+    if not (done := checkpoint.complete_steps(stage.folder)):
+        return
+    state, asked = checkpoint.read_state(done[-1], *asdict(Position())), len(dataset.plan.steps)
+    differing = [
+        f"{key} (was {state.get(key)!r}, is {value!r})"
+        for key, value in identity(stage.config, dataset).items()
+        if state.get(key) != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"04_train was begun with other {', '.join(differing)}; use another run.name, or remove "
+            f"{stage.folder} to train anew"
+        )
+    if state["step"] > asked:
+        raise ConfigError(
+            f"{state['step']} steps are trained and {asked} are asked for: raise train.epochs or "
+            "train.max_steps, or take another run.name"
+        )
 
 
 def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[native.Tensors, dict[str, Any]]:

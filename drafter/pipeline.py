@@ -342,7 +342,7 @@ def default_config() -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    interrupts.listen(*interrupts.SIGNALS)
+    interrupts.listen(*interrupts.wanted())
     pipeline: Pipeline | None = None
     try:
         args = arguments.read(argv)

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -207,7 +206,7 @@ def run_tool(
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
-        with interrupts.listening(*interrupts.SIGNALS):
+        with interrupts.listening(*interrupts.wanted()):
             args = arguments.parse_args(argv)
             code = body(config.load(args.config, args.overrides), args)
             sys.stdout.flush()
@@ -234,7 +233,7 @@ def run(
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for noisy in ("httpx", "httpx2", "httpcore", "openai"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    interrupts.listen(signal.SIGTERM, signal.SIGINT)
+    interrupts.listen(*interrupts.wanted())
     stage: Stage | None = None
     try:
         process.follow_parent()

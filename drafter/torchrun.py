@@ -14,8 +14,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from drafter import process
-from drafter.interrupts import SIGNALS
+from drafter import interrupts, process
 
 
 def main(arguments: list[str]) -> int:
@@ -23,7 +22,7 @@ def main(arguments: list[str]) -> int:
     logging.disable()  # the ranks say what happened, as every stage does
     args = run.parse_args(arguments)
     args.signals_to_handle = "SIGQUIT"  # the others are ours
-    for signum in SIGNALS:
+    for signum in interrupts.wanted():
         signal.signal(signum, _forward)
     process.follow_parent()
     os.environ |= process.parent_here()  # ranks are in sessions of their own
@@ -33,7 +32,7 @@ def main(arguments: list[str]) -> int:
         return 128 + stop.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0 and -failure.exitcode not in SIGNALS:
+        if failure.exitcode < 0 and -failure.exitcode not in interrupts.SIGNALS:
             print(f"04_train: rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0

@@ -5,7 +5,7 @@ import contextlib
 from drafter import artifacts, checkpoint, data, native, parallel
 from drafter.dataset import Dataset, read_dataset
 from drafter.errors import ContractError, StageError
-from drafter.loop import Training
+from drafter.loop import Training, check_resumable
 from drafter.stage import Stage, read_manifest, say
 
 QUESTION = (
@@ -23,6 +23,9 @@ def run(stage: Stage) -> dict:
         native.check_settings(stage.config)
         dataset = read_dataset(stage, ranks.world)
         finished, before = is_finished(stage, dataset), read_manifest(stage.folder)
+        stage.refuse_another_question()  # both before anything is written: a refusal leaves the run as it stands
+        if not finished:
+            check_resumable(stage, dataset)
         ranks.barrier()  # every rank has read the manifest
 
         def claim() -> None:

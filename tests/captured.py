@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from drafter import config, contracts, data, stage, states
+from drafter import config, contracts, data, interrupts, stage, states
 from drafter import train as train_stage
 from tests import tiny_models
 
@@ -81,7 +81,7 @@ def train(path: Path, *overrides: str, limit: int | None = None) -> tuple[int, d
     """Run stage 04 in this process: exit code and summary line."""
     argv = ["--config", str(path), *(part for override in overrides for part in ("--set", override))]
     argv += ["--limit", str(limit)] if limit else []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

@@ -290,7 +290,7 @@ def test_a_signal_lets_the_work_save_and_says_which_it_was(signum):
             await asyncio.sleep(0.05)
             saved.append(True)
 
-    with interrupts.listening(*client.SIGNALS), pytest.raises(Interrupted) as stop:
+    with interrupts.listening(*interrupts.SIGNALS), pytest.raises(Interrupted) as stop:
         try:
             client.run(work())
         finally:

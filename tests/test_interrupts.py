@@ -65,3 +65,13 @@ def test_nothing_interrupts_the_end():
     interrupts.mute()
     os.kill(os.getpid(), signal.SIGUSR1)
     interrupts.check()
+
+
+@pytest.mark.parametrize(("before", "ends"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_a_lost_terminal_ends_what_was_not_started_with_nohup(before, ends):
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        assert (signal.SIGHUP in interrupts.wanted()) == ends
+        assert {signal.SIGINT, signal.SIGTERM} <= set(interrupts.wanted())
+    finally:
+        signal.signal(signal.SIGHUP, own)

@@ -159,7 +159,7 @@ def test_a_later_stage_needs_the_earlier_one(call):
     assert code == 2 and "01b_synthetic has not run" in summary["error"]
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_with_its_own_exit_code_after_saving(tmp_path, signum, code):
     script = """
         import sys, time

@@ -206,7 +206,7 @@ def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tm
     assert not list(folder(path).glob("*.part"))
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_exits(target, warm_start, tmp_path, number, expected):
     path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=400)
     pid = captured.forked(lambda: captured.train(path)[0])
@@ -303,7 +303,7 @@ def test_other_rows_are_refused_by_name(undisturbed):
     stamp = (folder(path) / "manifest.json").read_text()
     code, summary = captured.train(path, limit=20)
     assert code == 2 and "rows (was" in summary["error"]
-    (folder(path) / "manifest.json").write_text(stamp)
+    assert (folder(path) / "manifest.json").read_text() == stamp, "a refusal leaves a finished run finished"
 
 
 def test_more_epochs_carry_on(target, warm_start, tmp_path):
@@ -315,6 +315,7 @@ def test_more_epochs_carry_on(target, warm_start, tmp_path):
     assert [r["step"] for r in captured.metrics(path)] == list(range(1, 2 * steps + 1))
     code, summary = captured.train(path, "train.epochs=1")
     assert code == 2 and f"{2 * steps} steps are trained and {steps} are asked for" in summary["error"]
+    assert json.loads((folder(path) / "manifest.json").read_text())["status"] == "complete"
 
 
 def test_the_warm_starts_vocabulary_wins(target, warm_start, tmp_path):
