@@ -7,136 +7,48 @@ machine, else from a profile in `configs/profiles`, and the plan says which. Eve
 import argparse
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 from drafter import artifacts, config, sources, stage
 from drafter.arguments import next_time
 from drafter.artifacts import size
 from drafter.errors import ConfigError
-from drafter.rates import (
-    Profile,
-    Range,
-    Rates,
-    default_profile,
-    exactly,
-    measured_or,
-    of_profile,
-    profile,
-    profiles,
+from drafter.estimates import (
+    TRIAL,
+    Estimate,
+    Sizes,
+    conversations_asked,
+    conversations_held,
+    disk,
+    estimate,
+    rows_of,
+    sizes,
+    whole,
 )
+from drafter.rates import Profile, Range, Rates, default_profile, measured_or, of_profile, profile, profiles
 
-TRIAL = "warm start's trial"
 COUNTS = (5_000, 10_000, 25_000, 50_000)
-ROW_BYTES_PER_TOKEN = 11  # a 01b row: ids as JSON and the text once
-STATE_BYTES_PER_PARAMETER = 12  # fp32 master and two moments, of each kept checkpoint
 LINK_GBIT = 5
 
 
-@dataclass(frozen=True)
-class Estimate:
-    stage: str
-    seconds: Range
-    start_seconds: Range  # of servers, part of neither
-    tokens: float
-    bytes: float
+def _model_is_here(run_config: config.Config) -> bool:
+    return (run_config.target.model / "config.json").exists()
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes that follow from the config and the model alone."""
-
-    state_bytes_per_token: int
-    drafter_parameters: float
-
-
-def sizes(run_config: config.Config, fallback: Profile) -> Sizes:
-    """`fallback` stands in for a model folder that is not on this machine."""
-    try:
-        hidden = run_config.target.architecture.hidden_size
-    except ConfigError:
-        hidden = fallback.model["hidden_size"]
-    layers = len(run_config.target.layer_ids)
-    compact = (layers - 1) * (hidden + 4) + 2 * hidden
-    per_token = compact if run_config.extract.dtype == "fp8" else layers * hidden * 2
-    return Sizes(per_token, fallback.model["drafter_parameters"])
-
-
-def estimate(run_config: config.Config, known: Rates, size: Sizes, rows: int) -> list[Estimate]:
-    """Stage by stage for `rows` conversations, some of which are held out; before them, the warm start's trial."""
-    train, acceptance = run_config.train, run_config.acceptance
-    rows = max(0, rows - (0 if acceptance.prompts else acceptance.held_out))
-    written = known.answer_tokens * rows
-    longest = run_config.target.max_seq_len
-    read = Range(*(rows * min(tokens, longest) for tokens in dataclasses.astuple(known.row_tokens)))
-    trained = read * ((1 - train.validation_share) * train.epochs)
-    checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
-    budget = acceptance.budget_minutes * 60
-    start, none = known.start_seconds, exactly(0)
-    trial = [Estimate(TRIAL, Range(10, 60, 300), start, 0, 0)] if known.trial else []
-    return [
-        *trial,
-        Estimate(
-            "01b_synthetic",
-            written.over(known.generate),
-            start,
-            written.typical,
-            read.typical * ROW_BYTES_PER_TOKEN,
-        ),
-        Estimate(
-            "02_hidden_states",
-            read.over(known.extract),
-            start,
-            read.typical,
-            read.typical * size.state_bytes_per_token,
-        ),
-        Estimate(
-            "04_train",
-            trained.over(known.train),
-            none,
-            trained.typical,
-            (train.keep_checkpoints + 1) * checkpoint,
-        ),
-        Estimate("05_export", Range(30, 60, 300), none, 0, size.drafter_parameters * 2),
-        Estimate("06_acceptance", Range(budget / 4, budget / 2, budget), start * launches(run_config), 0, 0),
-    ]
-
-
-def launches(run_config: config.Config) -> int:
-    """Server starts of 06: one for each drafter and draft length."""
-    acceptance = run_config.acceptance
-    lengths = {cell.num_speculative_tokens for cell in acceptance.cells}
-    return sum(1 if drafter == "none" else len(lengths) for drafter in set(acceptance.drafters))
-
-
-def whole(estimates: list[Estimate]) -> Range:
-    """Seconds of all stages, server starts included."""
-    return sum((each.seconds + each.start_seconds for each in estimates), exactly(0))
-
-
-def disk(estimates: list[Estimate]) -> float:
-    return sum(each.bytes for each in estimates)
-
-
-def rows_asked(run_config: config.Config) -> int | None:
-    """Rows of the configured sources: their counts, or the lines of local files. None when a source is open-ended."""
-    total = 0
-    for source in run_config.prompts:
-        lines = sources.count(source)
-        if source.count is None and lines is None:
-            return None
-        total += min(source.count or lines, lines or source.count)
-    return total
-
-
-def rows_held(run_config: config.Config) -> int | None:
-    """All conversations that the sources hold. None when one is on the hub: nobody knows offline."""
-    held = [sources.count(source) for source in run_config.prompts]
-    return None if None in held else sum(held)
+def prompt_faults(run_config: config.Config) -> Iterator[str]:
+    """What 01b would stop at: files that are not there or hold nothing, and no row beside the held-out ones."""
+    for source in (*run_config.prompts, *run_config.acceptance.prompts):
+        if source.path and not (held := sources.count(source)):
+            what = "does not exist" if held is None else "holds no conversation"
+            yield f"prompts {source.name}: {source.path} {what}"
+    asked = conversations_asked(run_config)
+    if asked and not rows_of(run_config, asked):
+        yield f"acceptance.held_out takes all {asked:,} conversations; lower it or add prompts"
 
 
 def answered_by(deadline: datetime, now: datetime, known: Rates) -> int:
-    """Conversations that 01b has answered by then, its server and the trial's started before."""
+    """Rows that 01b has answered by then, its server and the trial's started before."""
     seconds = (deadline - now).total_seconds() - known.start_seconds.typical * (2 if known.trial else 1)
     return max(0, round(seconds * known.generate.typical / known.answer_tokens.typical))
 
@@ -147,26 +59,30 @@ def disk_left(run_config: config.Config) -> float:
 
 
 def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds: float | None) -> str:
-    """The most rows that the sources hold and that fit disk and time.
+    """The most conversations that the sources hold and that fit disk and time.
 
     In bf16 rather than fp8, a shorter max_seq_len as the last way.
     """
-    free, held = disk_left(run_config), rows_held(run_config)
-    counts = {*COUNTS, 1_000, 500, rows_asked(run_config) or 0} - {0}
+    free, held = disk_left(run_config), conversations_held(run_config)
+    counts = {*COUNTS, 1_000, 500, conversations_asked(run_config) or 0} - {0}
     if held is not None:
         counts = {count for count in counts if count < held} | {held}
     for length in (run_config.target.max_seq_len, run_config.target.max_seq_len // 2):
-        for rows in sorted(counts, reverse=True):
+        for count in sorted(counts, reverse=True):
             for dtype in ("bf16", "fp8"):
                 target = run_config.target.model_copy(update={"max_seq_len": length})
                 extract = run_config.extract.model_copy(update={"dtype": dtype})
                 tried = run_config.model_copy(update={"target": target, "extract": extract})
-                parts = estimate(tried, known, sizes(tried, platform), rows)
+                parts = estimate(tried, known, sizes(tried, platform), count)
                 if disk(parts) <= free and (seconds is None or whole(parts).typical <= seconds):
                     return (
-                        f"{rows:,} rows, max_seq_len {length}, {dtype}: {duration(whole(parts))}, {size(disk(parts))}"
+                        f"{count:,} conversations, max_seq_len {length}, {dtype}: {duration(whole(parts))}, "
+                        f"{size(disk(parts))}"
                     )
-    return f"not even {min(counts):,} rows: free some disk (python -m drafter.artifacts du) or give it more time"
+    return (
+        f"not even {min(counts):,} conversations: "
+        "free some disk (python -m drafter.artifacts du) or give it more time"
+    )
 
 
 # Words
@@ -221,9 +137,11 @@ def page(
     """The plan as text: of a night whose 01b stops at `deadline`, held against when it is to be done."""
     known = measured_or(run_config, platform)
     count = sizes(run_config, platform)
-    asked = rows_asked(run_config) or COUNTS[1]
-    answered = min(asked, answered_by(deadline, now, known)) if deadline else asked
-    parts = estimate(run_config, known, count, answered)
+    asked = conversations_asked(run_config) or COUNTS[1]
+    rows = rows_of(run_config, asked)
+    answered = min(rows, answered_by(deadline, now, known)) if deadline else rows
+    taken = asked - rows + answered
+    parts = estimate(run_config, known, count, taken)
     total = whole(parts)
     body = [
         [
@@ -237,12 +155,15 @@ def page(
     ]
     body.append(["whole run", duration(total), "included", "", size(disk(parts))])
     lines = [
+        *_of_an_absent_model(run_config, platform),
         f"{run_config.run.name}: {answered:,} rows on {platform.title}"
-        + (f", of {asked:,} those answered by {deadline:%H:%M}" if answered < asked else ""),
+        + (f", of {rows:,} those answered by {deadline:%H:%M}" if answered < rows else "")
+        + (f"; {asked - rows:,} of {asked:,} conversations are held out" if asked > rows else ""),
         "",
         table(["stage", "work", "server starts", "tokens", "disk"], body),
         "",
         f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}",
+        *_of_a_deadline(parts, now, deadline, answered, rows),
         *_of_the_trial(run_config, parts),
         f"prompts: {'; '.join(map(_of_a_source, run_config.prompts))}",
         "",
@@ -252,17 +173,40 @@ def page(
         lines.append(
             f"  {name}: {rate.typical:,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}), {known.sources[name]}"
         )
+    lines.append(
+        f"  evaluate: {known.evaluate.typical:,.2f} prompts/s ({known.evaluate.low:,.2f} to "
+        f"{known.evaluate.high:,.2f}), {known.sources['evaluate']}"
+    )
     lines.append(f"  an answer: {known.answer_tokens.typical:,.0f} tokens, {known.sources['answer_tokens']}")
     lines.append(f"  a row: {known.row_tokens.typical:,.0f} tokens, {known.sources['row_tokens']}")
     lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({run_config.extract.dtype})")
-    if guesses(run_config):
+    if guesses(run_config) and _model_is_here(run_config):
         again = run_config.pipeline("--plan", "--probe")
         lines.append(f"  to measure that first, a few minutes beside two server starts: {again}")
     lines += ["", *_fits(run_config, known, count, done_by, now), ""]
     seconds = (done_by - now).total_seconds() if done_by else None
     lines += [f"proposal: {proposal(run_config, known, platform, seconds)}", ""]
-    lines += _platforms(run_config, answered)
+    lines += _platforms(run_config, taken)
     return "\n".join(lines)
+
+
+def _of_an_absent_model(run_config: config.Config, platform: Profile) -> list[str]:
+    if _model_is_here(run_config):
+        return []
+    name, model = platform.model["name"], run_config.target.model
+    return [f"target.model {model} is not here: planned as {name} on {platform.title}", ""]
+
+
+def _of_a_deadline(
+    parts: list[Estimate], now: datetime, deadline: datetime | None, answered: int, rows: int
+) -> list[str]:
+    if deadline is None:
+        return []
+    if answered < rows:
+        return [f"deadline {deadline:%a %H:%M}: 01b stops there with about {answered:,} of {rows:,} rows"]
+    until = [part.stage for part in parts].index("01b_synthetic") + 1
+    done = clock(now, whole(parts[:until]).typical)
+    return [f"deadline {deadline:%a %H:%M}: 01b has all {rows:,} rows before it, at about {done}"]
 
 
 def _of_the_trial(run_config: config.Config, parts: list[Estimate]) -> list[str]:
@@ -278,11 +222,13 @@ def _of_the_trial(run_config: config.Config, parts: list[Estimate]) -> list[str]
 def _of_a_source(source: config.Source) -> str:
     held = sources.count(source)
     if held is not None:
-        return f"{source.name} holds {held:,} conversations" + (
-            f", of which {source.count:,} are drawn" if source.count and source.count < held else ""
-        )
+        drawn = ""
+        if source.count and source.count != held:
+            few = source.count > held
+            drawn = f"; {source.count:,} are asked for" if few else f", of which {source.count:,} are drawn"
+        return f"{source.name} holds {held:,} conversations{drawn}"
     asked = f"{source.count:,}" if source.count else "all"
-    return f"{source.name}, {asked} conversations of {source.hub or f'{source.path}, which does not exist'}"
+    return f"{source.name}, {asked} conversations of {source.hub or source.path}"
 
 
 def guesses(run_config: config.Config) -> bool:
@@ -292,9 +238,9 @@ def guesses(run_config: config.Config) -> bool:
 
 
 def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now: datetime) -> list[str]:
-    free, held = disk_left(run_config), rows_held(run_config)
+    free, held = disk_left(run_config), conversations_held(run_config)
     rows = []
-    for number in sorted({*COUNTS, rows_asked(run_config) or COUNTS[1]}):
+    for number in sorted({*COUNTS, conversations_asked(run_config) or COUNTS[1]}):
         parts = estimate(run_config, known, count, number)
         total, needed = whole(parts), disk(parts)
         lacks = [f"{number - held:,} more prompts"] if held is not None and number > held else []
@@ -304,7 +250,7 @@ def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now:
             late = total.typical - (done_by - now).total_seconds()
             verdict.append("in time" if late <= 0 else f"{late / 3600:.1f} h late")
         rows.append([f"{number:,}", duration(total), size(needed), ", ".join(verdict)])
-    return [table(["rows", "whole run", "disk", f"against {size(free)} free beside the reserve"], rows)]
+    return [table(["conversations", "whole run", "disk", f"against {size(free)} free beside the reserve"], rows)]
 
 
 def _platforms(run_config: config.Config, asked: int) -> list[str]:
@@ -333,6 +279,12 @@ def _platforms(run_config: config.Config, asked: int) -> list[str]:
 
 
 def show(run_config: config.Config, profile_name: str | None, deadline: str | None, done_by: str | None) -> str:
+    """The page. Raises ConfigError for prompts that are not here, and for settings that the model refuses."""
+    if "01b_synthetic" not in run_config.run.take:
+        for line in prompt_faults(run_config):
+            raise ConfigError(line)
+    if _model_is_here(run_config):
+        run_config.check_against_model()
     now, platform = datetime.now(), profile(profile_name or default_profile(run_config))
     return page(run_config, platform, now, next_time(deadline, now), next_time(done_by, now))
 
@@ -341,7 +293,7 @@ def to_record(run_config: config.Config) -> dict:
     """Seconds, starts included, and bytes by stage, for the report to compare with what happened."""
     platform = profile(default_profile(run_config))
     known = measured_or(run_config, platform)
-    parts = estimate(run_config, known, sizes(run_config, platform), rows_asked(run_config) or COUNTS[1])
+    parts = estimate(run_config, known, sizes(run_config, platform), conversations_asked(run_config) or COUNTS[1])
     return {
         part.stage: {"seconds": dataclasses.asdict(part.seconds + part.start_seconds), "bytes": round(part.bytes)}
         for part in parts

@@ -16,7 +16,20 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu, native, plan, process, rates, readiness, server, systemd, verifier
+from drafter import (
+    artifacts,
+    config,
+    estimates,
+    gpu,
+    native,
+    plan,
+    process,
+    rates,
+    readiness,
+    server,
+    systemd,
+    verifier,
+)
 from drafter.artifacts import size
 from drafter.comparison import NONE, RUN, WARM_START
 from drafter.errors import ConfigError, StageError
@@ -128,12 +141,12 @@ def reference(run_config: config.Config) -> Iterator[str]:
 
 
 def sources(run_config: config.Config) -> Iterator[str]:
-    for source in run_config.prompts:
-        if source.path and not source.path.exists():
-            yield f"prompts {source.name}: {source.path} does not exist"
-    least, asked = run_config.generate.min_rows, plan.rows_asked(run_config)
-    if asked is not None and least > asked:
-        yield f"generate.min_rows: {least:,} is more than the {asked:,} conversations of prompts"
+    yield from plan.prompt_faults(run_config)
+    least, asked = run_config.generate.min_rows, estimates.conversations_asked(run_config)
+    if asked is None or any(source.turns == "all" for source in run_config.prompts):
+        return  # nobody knows how many rows that gives
+    if least > (rows := estimates.rows_of(run_config, asked)):
+        yield f"generate.min_rows: {least:,} is more than the {rows:,} rows that prompts give"
 
 
 def servers(run_config: config.Config) -> Iterator[str]:
@@ -324,24 +337,27 @@ def event(run_config: config.Config) -> Iterator[str]:
 
 def budget(run_config: config.Config) -> Iterator[str]:
     """Each server start of 06 has an equal share of the budget, in which it must also measure."""
+    _ = run_config.target.architecture  # without it, how long a start takes is anybody's guess
     known = rates.measured_or(run_config, rates.profile(rates.default_profile(run_config)))
-    minutes, starts = run_config.acceptance.budget_minutes, plan.launches(run_config)
+    minutes, starts = run_config.acceptance.budget_minutes, estimates.launches(run_config)
     if minutes <= starts * (start := known.start_seconds.typical / 60):
         yield f"acceptance.budget_minutes: {minutes:g} are not enough for {starts} server starts of about {start:.1f}"
 
 
 def space(run_config: config.Config) -> Iterator[str]:
     """The states that are still to be written, against the disk without its reserve."""
+    _ = run_config.target.architecture  # without it, nobody knows what a row takes
     platform = rates.profile(rates.default_profile(run_config))
     known = rates.measured_or(run_config, platform)
-    asked = plan.rows_asked(run_config)
+    asked = estimates.conversations_asked(run_config)
     if asked is None:
         return
-    parts = plan.estimate(run_config, known, plan.sizes(run_config, platform), asked)
-    free, needed = plan.disk_left(run_config), plan.disk(parts)
+    parts = estimates.estimate(run_config, known, estimates.sizes(run_config, platform), asked)
+    free, needed = plan.disk_left(run_config), estimates.disk(parts)
     if needed > free:
+        rows = estimates.rows_of(run_config, asked)
         yield (
-            f"{asked:,} rows need about {size(needed)} and {size(free)} are free beside the reserve; "
+            f"{rows:,} rows need about {size(needed)} and {size(free)} are free beside the reserve; "
             f"what fits: {plan.proposal(run_config, known, platform, None)}"
         )
 

@@ -5,11 +5,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import yaml
 
-from drafter import config, gpu, model_folder, stage
+from drafter import artifacts, config, gpu, model_folder, stage
 from drafter.errors import ConfigError, StageError
 
 PROFILES = config.ROOT / "configs/profiles"
@@ -35,6 +34,10 @@ class Range:
 
 def exactly(value: float) -> Range:
     return Range(value, value, value)
+
+
+EXPORT_SECONDS = Range(3, 7, 20)  # imports, and the logits of two rows
+EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # of 6 a parameter: fp32 is read, bf16 written
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Rates:
     train: Range
     answer_tokens: Range  # of a row: what is written
     row_tokens: Range  # what is read and trained on, the prompt included
+    evaluate: Range  # prompts a second of 06, under its first cell
+    export: Range  # seconds of 05
     sources: dict[str, str]
     trial: bool = False  # the untrained warm start is served before the night
 
@@ -86,7 +91,7 @@ class Rates:
 def of_profile(run_config: config.Config, platform: Profile) -> Rates:
     """The platform's own figures."""
     cut_at = run_config.generate.max_tokens
-    answer = Range(*(mean_when_cut(mean, cut_at) for mean in dataclasses.astuple(platform.answer_tokens)))
+    answer = _answer(platform, cut_at)
     return Rates(
         start_seconds=platform.start_minutes * 60,
         generate=platform.generate_tokens_per_s,
@@ -94,10 +99,32 @@ def of_profile(run_config: config.Config, platform: Profile) -> Rates:
         train=platform.train_tokens_per_s,
         answer_tokens=answer,
         row_tokens=answer + exactly(platform.prompt_tokens),
+        evaluate=_evaluate(run_config, platform, platform.generate_tokens_per_s),
+        export=EXPORT_SECONDS + exactly(platform.model["drafter_parameters"] * 6).over(EXPORT_BYTES_PER_S),
         sources=dict.fromkeys(
             ("generate", "extract", "train", "answer_tokens", "row_tokens"), f"profile {platform.title}"
-        ),
+        )
+        | {"evaluate": "counted from generate", "export": "counted from the drafter's size"},
     )
+
+
+def _answer(platform: Profile, cut_at: float) -> Range:
+    return Range(*(mean_when_cut(mean, cut_at) for mean in dataclasses.astuple(platform.answer_tokens)))
+
+
+def _evaluate(run_config: config.Config, platform: Profile, generate: Range) -> Range:
+    """Prompts a second of 06's first cell, where nobody has measured them: as in 01b, with fewer in flight."""
+    acceptance = run_config.acceptance
+    rate = in_flight(generate, acceptance.cells[0].concurrency / run_config.generate.concurrency)
+    return rate.over(_answer(platform, acceptance.max_tokens))
+
+
+def in_flight(rate: Range, share: float) -> Range:
+    """A server's rate with this multiple of the requests in flight: between no change and in proportion.
+
+    With the root 06 takes what it took on both machines of docs/measurements.md.
+    """
+    return Range(rate.low * min(1, share), rate.typical * math.sqrt(share), rate.high * max(1, share))
 
 
 def mean_when_cut(mean: float, cut_at: float) -> float:
@@ -111,6 +138,8 @@ def measured_or(run_config: config.Config, platform: Profile) -> Rates:
     for name, (value, run) in _measured(run_config).items():
         spread = Range(0.8 * value, value, 1.25 * value)
         rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
+    if not rates.sources["evaluate"].startswith("measured"):
+        rates = dataclasses.replace(rates, evaluate=_evaluate(run_config, platform, rates.generate))
     return rates
 
 
@@ -134,20 +163,32 @@ def _measured(run_config: config.Config) -> dict[str, tuple[float, str]]:
         ("row_tokens", "02_hidden_states", lambda facts, made: facts["tokens"] / made["out"]),
         ("extract", "02_hidden_states", lambda facts, _: facts["tokens_per_second"]),
         ("train", "04_train", lambda facts, _: facts["tokens_per_second"]),
+        ("export", "05_export", lambda _, made: made["seconds"]),
+        ("evaluate", "06_acceptance", lambda _, made: _prompts_per_second(run_config, made)),
     ):
-        for folder, manifest in _manifests(run_config, stage_name):
+        for manifest in _manifests(run_config, stage_name):
             try:
                 value = read(manifest["facts"], manifest)
                 if value > 0:
-                    found[name] = (value, folder.name)
+                    found[name] = (value, manifest["folder"].parent.name)
                     break
             except (KeyError, TypeError, ZeroDivisionError):
                 continue
     return found
 
 
-def _manifests(run_config: config.Config, stage_name: str) -> Iterable[tuple[Path, dict]]:
-    """Manifests of finished stages with this target, newest first."""
+def _prompts_per_second(run_config: config.Config, made: dict) -> float:
+    """Of an earlier 06 with as many requests in flight and answers cut at the same length, else 0."""
+    acceptance = run_config.acceptance
+    if made["config"]["acceptance"]["max_tokens"] != acceptance.max_tokens:
+        return 0
+    report = artifacts.read_note(made["folder"] / "acceptance.json")
+    like = [each for each in report["measurements"] if each["concurrency"] == acceptance.cells[0].concurrency]
+    return sum(each["prompts"] for each in like) / sum(each["seconds"] for each in like)
+
+
+def _manifests(run_config: config.Config, stage_name: str) -> Iterable[dict]:
+    """Manifests of finished stages with this target, newest first, with their `folder` and `config`."""
     found = []
     for path in run_config.run.dir.glob(f"*/{stage_name}/manifest.json"):
         try:
@@ -156,8 +197,8 @@ def _manifests(run_config: config.Config, stage_name: str) -> Iterable[tuple[Pat
         except (StageError, OSError, yaml.YAMLError):
             continue
         if manifest["status"] == "complete" and resolved["target"]["model"] == str(run_config.target.model):
-            found.append((path.stat().st_mtime, path.parent.parent, manifest))
-    return [(folder, manifest) for _, folder, manifest in sorted(found, key=lambda each: -each[0])]
+            found.append((path.stat().st_mtime, manifest | {"folder": path.parent, "config": resolved}))
+    return [manifest for _, manifest in sorted(found, key=lambda each: -each[0])]
 
 
 def default_profile(run_config: config.Config) -> str:

@@ -152,9 +152,10 @@ def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monke
     # 2.14 TiB less the 40 conversations that are held out
     for count in ("5,000", "10,000", "25,000", "50,000"):
         assert f"\n{count} " in text
-    assert "10,000 rows on 8x RTX PRO 6000" in text and "done Mon 09:" in text
+    assert "9,960 rows on 8x RTX PRO 6000 (PCIe); 40 of 10,000 conversations are held out" in text
+    assert "done Mon 08:" in text
     assert "2.13 TiB" in text and "lacks" in text and "h late" in text
-    assert "proposal: 10,000 rows, max_seq_len 8192, bf16" in text
+    assert "proposal: 10,000 conversations, max_seq_len 8192, bf16" in text
     assert "8x B300" in text and "USD" in text
     assert "prompts: open-perfectblend, 10,000 conversations of mlabonne/open-perfectblend" in text
 
@@ -163,27 +164,28 @@ def test_no_more_rows_are_proposed_than_the_sources_hold(tmp_path, model):
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "extract.reserve_gb=0"])
     text = plan.show(run, None, None, None)
     held = 101
-    assert f"prompts: sample holds {held} conversations" in text and f"proposal: {held} rows, max_seq_len 512" in text
+    assert f"prompts: sample holds {held} conversations" in text
+    assert f"proposal: {held} conversations, max_seq_len 512" in text
     verdicts = {line.split()[0]: line for line in text.splitlines() if re.match(r"[\d,]+ +[\d.]+ ", line)}
     assert list(verdicts) == [f"{held}", "5,000", "10,000", "25,000", "50,000"]
     assert all(f"lacks {int(n.replace(',', '')) - held:,} more prompts" in verdicts[n] for n in list(verdicts)[1:])
     assert "more prompts" not in verdicts[f"{held}"]
     fewer = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "prompts.0.count=50", "extract.reserve_gb=0"])
     text = plan.show(fewer, None, None, None)
-    assert "conversations, of which 50 are drawn" in text and f"proposal: {held} rows" in text
+    assert "conversations, of which 50 are drawn" in text and f"proposal: {held} conversations" in text
 
 
 def test_a_small_disk_asks_for_fp8_and_a_smaller_one_for_fewer_rows(kimi, monkeypatch):
     platform = rates.profile(BOX)
     known = rates.of_profile(kimi, platform)
     for terabytes, proposed in (
-        (2.0, "10,000 rows, max_seq_len 8192, fp8"),
-        (0.9, "5,000 rows, max_seq_len 8192, fp8"),
+        (2.0, "10,000 conversations, max_seq_len 8192, fp8"),
+        (0.9, "5,000 conversations, max_seq_len 8192, fp8"),
     ):
         monkeypatch.setattr(plan.artifacts, "free_bytes", lambda _, free=terabytes: free * 1e12)
         assert plan.proposal(kimi, known, platform, 24 * HOUR).startswith(proposed)
     monkeypatch.setattr(plan.artifacts, "free_bytes", lambda _: 0)
-    assert plan.proposal(kimi, known, platform, None).startswith("not even 500 rows")
+    assert plan.proposal(kimi, known, platform, None).startswith("not even 500 conversations")
 
 
 def test_a_deadline_is_the_next_such_hour(kimi):
@@ -198,20 +200,125 @@ def test_a_deadline_is_what_it_is_in_the_run_the_end_of_01b(kimi):
     now = datetime(2026, 11, 29, 19, 0)
     text = plan.page(kimi, rates.profile(BOX), now, deadline=plan.next_time("01:00", now))
     rows = round((6 * HOUR - 2 * 22 * 60) * 2100 / 4096)
-    assert f"{rows:,} rows on 8x RTX PRO 6000 (PCIe), of 10,000 those answered by 01:00" in text
+    assert f"{rows:,} rows on 8x RTX PRO 6000 (PCIe), of 9,960 those answered by 01:00" in text
+    assert f"deadline Mon 01:00: 01b stops there with about {rows:,} of 9,960 rows" in text
+    early = plan.page(kimi, rates.profile(BOX), now, deadline=plan.next_time("07:00", now))
+    assert "deadline Mon 07:00: 01b has all 9,960 rows before it, at about Mon 01:" in early
 
 
 def test_the_default_run_is_what_was_measured(tmp_path, model):
-    """93 rows of 172 tokens, 72 MiB of states, 76 s of training, 165 s of generation."""
+    """93 rows of 172 tokens, 72 MiB of states, 76 s of training, 165 s of generation; 483 s in all, 06 being 97."""
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
     platform = rates.profile("cpu_2cores")
-    generate, extract, train, *_ = plan.estimate(
-        run, rates.measured_or(run, platform), plan.sizes(run, platform), plan.rows_asked(run)
+    generate, extract, train, export, acceptance = parts = plan.estimate(
+        run, rates.measured_or(run, platform), plan.sizes(run, platform), plan.conversations_asked(run)
     )
     assert extract.tokens == pytest.approx(15_987, rel=0.1)
     assert extract.bytes / artifacts.GIB == pytest.approx(0.069, rel=0.1)
     assert train.seconds.typical == pytest.approx(76.5, rel=0.1)
     assert generate.seconds.typical == pytest.approx(165, rel=0.1)
+    assert export.seconds.typical == pytest.approx(7, rel=0.2)
+    assert (acceptance.seconds + acceptance.start_seconds).typical == pytest.approx(97, rel=0.1)
+    assert plan.whole(parts).typical == pytest.approx(483, rel=0.1)
+
+
+def acceptance_of(run: config.Config):
+    platform = rates.profile(rates.default_profile(run))
+    return plan.estimate(run, rates.measured_or(run, platform), plan.sizes(run, platform), 101)[-1]
+
+
+def test_06_never_takes_longer_than_its_budget_with_the_server_starts_inside(tmp_path, model):
+    sets = [
+        f"run.dir={tmp_path}",
+        "acceptance.max_tokens=4096",
+        "acceptance.held_out=50",
+        "acceptance.max_prompts=50",
+    ]
+    for minutes in (1, 3, 1000):
+        part = acceptance_of(config.load(CPU_CONFIG, [*sets, f"acceptance.budget_minutes={minutes}"]))
+        taken = plan.dataclasses.astuple(part.seconds + part.start_seconds)
+        assert all(each <= minutes * 60 for each in taken) and min(plan.dataclasses.astuple(part.seconds)) >= 0
+    assert taken[1] < 1000 * 60, "a budget that is not needed is not taken"
+
+
+def test_06_follows_what_it_measures(tmp_path, model):
+    def seconds(*overrides):
+        return acceptance_of(config.load(CPU_CONFIG, [f"run.dir={tmp_path}", *overrides])).seconds.typical
+
+    one = seconds("acceptance.drafters=[none]")
+    assert seconds() == pytest.approx(2 * one)
+    lengths = [{"concurrency": 8, "num_speculative_tokens": k} for k in (2, 3)]
+    assert seconds(f"acceptance.cells={json.dumps(lengths)}") == pytest.approx(3 * one), "none has no draft length"
+    assert seconds("acceptance.drafters=[none, warm_start]") == pytest.approx(one), "from scratch there is none"
+    assert seconds("acceptance.max_prompts=4") < one * 2
+
+
+def test_06_on_one_h200_takes_what_was_measured(tmp_path):
+    """Two server starts and 24 units of 40 prompts: 219 s."""
+    cells = [(8, 0.7), (8, 0), (32, 0)]
+    cells = [{"concurrency": concurrency, "temperature": temperature} for concurrency, temperature in cells]
+    sets = [{"name": name, "hub": name, "revision": "a1", "count": 100} for name in ("a", "b", "c", "d")]
+    facts = {"cells": cells, "prompts": sets, "max_tokens": 256, "max_prompts": 40}
+    overrides = [f"acceptance.{key}={json.dumps(value)}" for key, value in facts.items()]
+    run = config.load(config.ROOT / "configs/smollm2_gpu.yaml", [f"run.dir={tmp_path}", *overrides])
+    platform = rates.profile("h200_x1")
+    part = plan.estimate(run, rates.of_profile(run, platform), plan.sizes(run, platform), 4000)[-1]
+    assert (part.seconds + part.start_seconds).typical == pytest.approx(219, rel=0.1)
+
+
+def test_05_and_06_take_what_they_took_before_on_this_machine(tmp_path, model):
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
+    measured = [{"concurrency": 8, "prompts": 8, "seconds": seconds} for seconds in (10.0, 30.0)]
+    other_load = {"concurrency": 1, "prompts": 8, "seconds": 500.0}
+    for name in ("05_export", "06_acceptance"):
+        (folder := tmp_path / "earlier" / name).mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps({"status": "complete", "seconds": 33, "facts": {}}))
+        (folder / "config.yaml").write_text(run.dump())
+    (folder / "acceptance.json").write_text(json.dumps({"measurements": [*measured, other_load]}))
+    known = rates.measured_or(run, rates.profile("cpu_2cores"))
+    assert (known.export.typical, known.evaluate.typical) == (33, 16 / 40)
+    assert known.sources["evaluate"] == known.sources["export"] == "measured in run earlier"
+    assert acceptance_of(run).seconds.typical == pytest.approx(40)
+    longer = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "acceptance.max_tokens=500"])
+    assert rates.measured_or(longer, rates.profile("cpu_2cores")).evaluate.typical != 16 / 40
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("prompts.0.path=/nowhere.jsonl", "prompts sample: /nowhere.jsonl does not exist"),
+        ("prompts.0.path=/dev/null", "prompts sample: /dev/null holds no conversation"),
+        (
+            "acceptance.prompts=[{name: mine, path: /nowhere.jsonl}]",
+            "prompts mine: /nowhere.jsonl does not exist",
+        ),
+        ("acceptance.held_out=101", "acceptance.held_out takes all 101 conversations; lower it or add prompts"),
+        ("target.max_seq_len=100000", "target.max_seq_len: 100000 is more than the model's 8192 positions"),
+    ],
+)
+def test_what_a_stage_would_refuse_is_not_planned(tmp_path, model, capsys, override, said):
+    assert pipeline.main([str(CPU_CONFIG), "--plan", "--set", f"run.dir={tmp_path}", "--set", override]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err == f"run_pipeline.sh: {said}\n"
+
+
+def test_prompts_of_a_01b_that_is_taken_are_not_asked_for(tmp_path, model):
+    sets = [f"run.dir={tmp_path}", "prompts.0.path=/nowhere.jsonl", "prompts.0.count=101"]
+    text = plan.show(config.load(CPU_CONFIG, [*sets, f"run.take={{01b_synthetic: {tmp_path}}}"]), None, None, None)
+    assert text.startswith("smollm2_cpu: 93 rows")
+
+
+def test_a_plan_for_a_model_that_is_not_here_says_so_first(kimi, tmp_path, model):
+    first, *rest = plan.show(kimi, None, None, None).splitlines()
+    assert first == (f"target.model {kimi.target.model} is not here: planned as Kimi-K2.5 on 8x RTX PRO 6000 (PCIe)")
+    assert not any("--probe" in line for line in rest), "there is nothing to measure it with"
+    here = plan.show(config.load(CPU_CONFIG, [f"run.dir={tmp_path}"]), None, None, None)
+    assert "is not here" not in here and "--probe" in here
+
+
+def test_more_conversations_than_a_source_holds_are_said_to_be_asked_for(tmp_path, model):
+    text = plan.show(config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "prompts.0.count=500"]), None, None, None)
+    assert "93 rows on" in text and "prompts: sample holds 101 conversations; 500 are asked for" in text
 
 
 def test_answers_that_are_cut_are_as_long_as_measured():

@@ -98,7 +98,10 @@ def test_the_engine_is_asked_once_a_run(load):
         ("run.on_event='echo \"$EVENT'", "run.on_event: /bin/sh: "),
         ("train.l2_sp=0.1", "train.l2_sp pulls towards a warm start"),
         ("train.draft_vocab_size=50000", "train.draft_vocab_size: 50000 is more than the target's 49152 tokens"),
-        ("generate.min_rows=102", "generate.min_rows: 102 is more than the 101 conversations of prompts"),
+        ("generate.min_rows=94", "generate.min_rows: 94 is more than the 93 rows that prompts give"),
+        ("generate.min_rows=93", None),
+        ("prompts.0.path=/dev/null", "prompts sample: /dev/null holds no conversation"),
+        ("acceptance.held_out=101", "acceptance.held_out takes all 101 conversations"),
         ("target.think_end=49152", "target.think_end: 49152 is no token, the model has 49152"),
     ],
 )
@@ -106,6 +109,12 @@ def test_what_a_later_stage_would_stop_at_is_found(load, override, finding):
     """Or, where nothing would stop, that nothing is."""
     findings = found(load(override))
     assert any(finding in each for each in findings) if finding else findings == []
+
+
+def test_a_model_that_is_not_here_is_one_finding(load):
+    """How long its server would take, and what its rows, is then unknown and no finding."""
+    findings = found(load("target.model=/nowhere", "acceptance.budget_minutes=1", "extract.reserve_gb=1000000"))
+    assert findings == ["target.model: no model at /nowhere (no config.json there)"]
 
 
 def test_more_ranks_than_gpus_are_found(load, monkeypatch):
