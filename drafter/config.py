@@ -117,11 +117,11 @@ class Server(Section):
     kind: Literal["systemd", "command", "external"]
     url: str
     api_key_env: str | None = None
-    unit: str | None = None
+    unit: Annotated[str, Field(pattern=r"^[^/]+$")] | None = None
     link: Path | None = None  # a unit's command names this folder; starting the unit links it to the run's own
     systemctl: Words = ("systemctl",)
     args: dict[Annotated[str, Field(pattern=r"^[A-Za-z]")], JsonValue] = {}
-    env: dict[str, str] = {}
+    env: dict[Annotated[str, Field(pattern=r"^[^=]+$")], str] = {}
     python: str | None = None  # interpreter that has vLLM; default: the one that runs the script
     start_minutes: Minutes = 60
     stop_seconds: PositiveFloat = 300

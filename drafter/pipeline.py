@@ -178,7 +178,8 @@ class Pipeline:
                 self.machine.only(step.role)
             code, summary = self._watch(step)
         except Interrupted:
-            note("interrupted")
+            with only_logged("pipeline.json"):  # a full disk is no reason to forget why this ends
+                note("interrupted")
             raise
         except StageError as error:  # its server
             log.info("%s", error)

@@ -217,14 +217,17 @@ def _start(run_config: config.Config, role: config.Role, line: list[str], log_fi
     path = log_file or _record_path(run_config, role).with_suffix(".log")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as output, interrupts.held():
-        started = subprocess.Popen(
-            line,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(server),
-            start_new_session=True,
-        )
+        try:
+            started = subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(server),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"servers.{role}.python: {line[0]} does not run ({error.strerror})") from None
         try:
             _record(run_config, role, process.identity(started.pid) | {"command": line, "log": str(path)})
         except BaseException:

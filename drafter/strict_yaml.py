@@ -27,6 +27,13 @@ NUMBERS = (
 class _Loader(yaml.SafeLoader):
     """Raises yaml.MarkedYAMLError, which says the line."""
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """A tag such as !!int would bring back what this module takes away."""
+        event = self.peek_event()
+        if (tag := getattr(event, "tag", None)) and tag != "!":
+            raise yaml.composer.ComposerError(None, None, f"a tag in line {event.start_mark.line + 1}: leave it out")
+        return super().compose_node(parent, index)
+
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """A key that `<<` brings may be given anew, but no two may stand in one mapping."""
         node = super().compose_mapping_node(anchor)

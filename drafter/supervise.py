@@ -156,8 +156,11 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
         for reader in readers:
             reader.join(5)
     summary = _last_json(said)
-    killed = 128 - stage.returncode if stage.returncode < 0 else stage.returncode  # as a shell says it
-    return summary.get("exit_code", killed), summary
+    if stage.returncode < 0:
+        name = signal.Signals(-stage.returncode).name
+        summary = {"error": f"killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")}
+        return 128 - stage.returncode, summary  # as a shell says it
+    return summary.get("exit_code", stage.returncode), summary
 
 
 def _ask_to_stop(stage: subprocess.Popen, stop: BaseException) -> None:

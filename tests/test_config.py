@@ -108,6 +108,12 @@ def test_one_mistake_is_one_error(override):
         ("prompts=[{name: a, path: x}, {name: a, path: y}]", "two sources are called a"),
         ('train.warm_start="a\\0b"', "has a NUL byte"),
         ('target.special_tokens={"\\ud800": 1}', "half a character"),
+        ("servers.extract.env={'A=B': x}", "servers.extract.env.A=B"),
+        ("servers.extract.env={'': x}", "servers.extract.env"),
+        ("servers.extract.unit=a/b", "servers.extract.unit"),
+        ("generate.max_tokens=!!int 12:30", "a tag in line 1"),
+        ("generate.max_tokens=!!int", "a tag in line 1"),
+        ("generate.temperature=!!bool x", "a tag in line 1"),
         ("train={lr: 0.1, epochs: 2, lr: 0.2}", "the key lr is there twice"),
     ],
 )

@@ -219,6 +219,7 @@ def test_what_a_stages_own_plan_refuses_is_said_before_anything_starts(night):
 
 def test_a_stage_that_the_kernel_kills_has_the_shells_exit_code(night):
     assert night.run("--only", "05", _05_export="killed")[0] == 137
+    assert night.state()["error"] == "killed by SIGKILL, perhaps for want of memory"
 
 
 @pytest.mark.parametrize(

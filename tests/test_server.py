@@ -386,6 +386,16 @@ def test_arguments_and_environment_reach_vllm_as_it_spells_them(role):
     ]
 
 
+def test_an_interpreter_that_does_not_run_is_one_line(role, tmp_path):
+    notes = tmp_path / "notes"
+    notes.write_text("no program")
+    notes.chmod(0o755)
+    for python, why in (("/nowhere/python", "No such file or directory"), (str(notes), "Exec format error")):
+        with pytest.raises(ConfigError) as caught:
+            server.up(role(python=python), "generate")
+        assert str(caught.value) == f"servers.generate.python: {python} does not run ({why})"
+
+
 def test_a_server_runs_on_the_gpus_it_is_waited_for_on(role):
     seen = server.environment(role(gpus=[1, 3]).servers.generate)
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]) == ("1,3", "PCI_BUS_ID")
