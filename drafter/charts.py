@@ -7,13 +7,15 @@ from html import escape
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 42
 POINTS = 400  # of a line: more than the pixels of a screen carry no information
+LARGEST, SMALLEST = 1e100, 1e-11  # of a value and of an axis' span; beyond them arithmetic and rounding fail
 
 Points = Sequence[tuple[float, float]]
 
 
 def lines(title: str, series: dict[str, Points], x_label: str, y_label: str, from_zero: bool = False) -> str:
-    """One line a series; "" when there is nothing to draw."""
-    series = {name: thin(points) for name, points in series.items() if points}
+    """One line a series, of its finite points; "" when there is nothing to draw."""
+    drawn = {name: [point for point in points if all(map(drawable, point))] for name, points in series.items()}
+    series = {name: thin(points) for name, points in drawn.items() if points}
     if not series:
         return ""
     everything = [point for points in series.values() for point in points]
@@ -35,7 +37,7 @@ def bars(
     title: str, labels: Sequence[str], series: dict[str, Sequence[float | None]], x_label: str, y_label: str
 ) -> str:
     """Grouped bars from zero, one group a label; "" when there is nothing to draw."""
-    values = [value for heights in series.values() for value in heights if value is not None]
+    values = [value for heights in series.values() for value in heights if drawable(value)]
     if not values:
         return ""
     y_ticks = ticks(0, max(values) or 1)
@@ -45,7 +47,7 @@ def bars(
     marks = []
     for index, (name, heights) in enumerate(series.items()):
         for place, height in enumerate(heights):
-            if height is None:
+            if not drawable(height):
                 continue
             x, y = LEFT + group * (place + 0.1) + width * index, y_place(height)
             tip = f"<title>{escape(name)}, {escape(labels[place])}: {number(height)}</title>"
@@ -107,13 +109,17 @@ def _text(text: str, x: float, y: float, kind: str = "tick") -> str:
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers that enclose low to high."""
-    if high <= low:
-        high = low + (abs(low) or 1)
+    if high - low < SMALLEST:
+        high = low + (abs(low) if abs(low) > SMALLEST else 1)
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [round(place * step, 12) for place in range(first, last + 1)]
+
+
+def drawable(value: float | None) -> bool:
+    return value is not None and abs(value) < LARGEST  # of NaN too this is false
 
 
 def extent(values: Sequence[float]) -> tuple[float, float]:

@@ -197,12 +197,39 @@ def test_a_browser_shows_every_figure_without_a_console_error(finished, tmp_path
     assert done.stdout.count("<svg") == 7 and done.stdout.count("<polyline") == 7
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e308])
+def test_a_loss_that_is_not_finite_is_left_out_of_its_chart(run_config, value):
+    """The report of a training that stopped at it gives its verdict"""
+    state = {"status": "failed", "stage": "04_train", "stages": {}, "error": "the validation loss is not finite"}
+    write(run_config.run_dir / "pipeline.json", state)
+    (run_config.run_dir / "04_train").mkdir()
+    losses = [3.0, 2.5, value]
+    records = [
+        {"kind": "validation", "step": step, "loss": [loss], "expected_acceptance": value}
+        for step, loss in enumerate(losses)
+    ]
+    jsonl(run_config.run_dir / "04_train/metrics.jsonl", records)
+    text = report.write(run_config).read_text()
+    assert "failed in 04_train" in text and "the validation loss is not finite" in text
+    line = re.search('<polyline class="line c0" points="([^"]+)"', text).group(1)
+    assert len(line.split()) == 2 and "<title>validation: 2.5</title>" in text
+    assert "Expected acceptance length (validation)" not in text
+
+
+def test_bars_leave_out_what_is_not_finite():
+    drawn = charts.bars("t", ["a", "b", "c"], {"s": [1.0, float("nan"), None]}, "x", "y")
+    assert drawn.count("<rect") == 1
+    assert charts.bars("t", ["a"], {"s": [float("inf")]}, "x", "y") == ""
+
+
 def test_a_progress_log_across_midnight_gives_rates():
     log = "23:59:30 10/99 rows, 1 rows/s\nsomething else\n00:00:30 40/99 rows, 1 rows/s\n"
     assert report._rates(log) == ([(1.0, 0.5)], "rows")
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (2.1, 2.6), (0, 93_000), (-3, 5), (1e-5, 3e-5)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 0), (2.1, 2.6), (0, 93_000), (-3, 5), (1e-5, 3e-5), (5e-324, 1e-323), (1e15, 1e15)]
+)
 def test_ticks_are_round_and_enclose_the_values(low, high):
     found = charts.ticks(low, high)
     assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
