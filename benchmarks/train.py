@@ -170,7 +170,7 @@ def host_pack(shape: Shape, pack: int):
 
     from drafter import data
     from drafter.attention import Documents
-    from drafter.draft import Pack
+    from drafter.pack import Pack
 
     pin = torch.cuda.is_available()
     rows = pack // shape.row

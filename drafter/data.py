@@ -17,8 +17,8 @@ from torch import Tensor
 from drafter import artifacts, states
 from drafter.attention import Documents
 from drafter.contracts import Counts, IndexEntry, cut
-from drafter.draft import ANSWER, REASONING, Pack
 from drafter.errors import ContractError
+from drafter.pack import ANSWER, REASONING, Pack
 
 INDEX = "index.jsonl"
 WINDOW = 512  # rows packed together

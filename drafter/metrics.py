@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from drafter import artifacts
-from drafter.draft import ANSWER, REASONING
+from drafter.pack import ANSWER, REASONING
 
 
 def summary(sums: Tensor) -> dict[str, Any]:

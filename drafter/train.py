@@ -2,10 +2,9 @@
 
 import contextlib
 
-from drafter import artifacts, checkpoint, data, native, parallel
+from drafter import artifacts, checkpoint, data, native
 from drafter.dataset import Dataset, read_dataset
 from drafter.errors import ContractError, StageError
-from drafter.loop import Training, check_resumable
 from drafter.stage import Stage, read_manifest, say
 
 QUESTION = (
@@ -18,6 +17,9 @@ QUESTION = (
 
 def run(stage: Stage) -> dict:
     """Train until done, early stop or a signal. Raises Interrupted after saving when a signal came."""
+    from drafter import parallel  # ten seconds of imports, which a plan does without
+    from drafter.loop import Training, check_resumable
+
     with parallel.ranks() as ranks, contextlib.ExitStack() as held:
         stage.require("02_hidden_states")
         native.check_settings(stage.config)

@@ -13,8 +13,8 @@ import torch
 
 from drafter import contracts, data, replay
 from drafter.config import Target
-from drafter.draft import ANSWER, REASONING
 from drafter.errors import ContractError
+from drafter.pack import ANSWER, REASONING
 from drafter.prompts import Request
 from drafter.rows import read_reply
 from tests import captured, tiny_models

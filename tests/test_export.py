@@ -12,6 +12,7 @@ from tiny_models import HIDDEN, LAYER_IDS, VOCAB, make_drafter, make_tiny_kimi
 from drafter import artifacts, checkpoint, config, draft, export, native, stage, states
 from drafter.attention import Documents
 from drafter.errors import ConfigError, ContractError
+from drafter.pack import Pack
 from drafter.verifier import read_verifier
 
 
@@ -206,7 +207,7 @@ def test_the_export_drafts_what_the_trainer_trained(target, reference, tmp_path)
     bounds = torch.tensor([0, slots], dtype=torch.int32)
     every = torch.arange(slots)
     ones = torch.ones(slots, dtype=torch.int64)
-    pack = draft.Pack(
+    pack = Pack(
         states=torch.cat([row.aux, row.final[:, None]], 1)[:slots],
         aux=None,
         aux_scale=None,

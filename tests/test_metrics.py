@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafter import metrics
-from drafter.draft import ANSWER, REASONING
+from drafter.pack import ANSWER, REASONING
 
 FIGURES = {"loss": [1.5, 2.0], "lr": 0.1, "answer": {"accuracy": [0.25]}, "epoch": 0}
 
