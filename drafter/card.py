@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter import artifacts, export, native
-from drafter.caveats import caveats
+from drafter.caveats import caveats, recommendation
 from drafter.comparison import RUN
 from drafter.config import Config
 from drafter.stage import read_manifest
@@ -59,7 +59,7 @@ def _acceptance(config: Config) -> str:
     headline = report["headline"]
     against = f" against `{headline['baseline']}`" if headline["baseline"] else ""
     lines = [
-        f"## Acceptance\n\nVerdict{against}: **{headline['verdict']}**. Recommended: `{headline['recommended']}`.\n",
+        f"## Acceptance\n\nVerdict{against}: **{headline['verdict']}**; {recommendation(headline)}.\n",
         "| drafter | prompts | requests | draft tokens | temperature | acceptance length | 95% | tok/s | speed-up |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

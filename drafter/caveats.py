@@ -18,7 +18,14 @@ def sentence(headline: dict[str, Any]) -> str:
         parts.append(f"{headline['speed_up']:.2f} times as fast as without a drafter")
     if headline["baseline"]:
         parts.append(f"{headline['verdict']} against {named(headline['baseline'])}")
-    return ", ".join([*parts, f"recommended to serve: {named(headline['recommended'])}"])
+    return ", ".join([*parts, recommendation(headline)])
+
+
+def recommendation(headline: dict[str, Any]) -> str:
+    """What to serve, where something was measured to compare with."""
+    if not headline["baseline"] and headline["speed_up"] is None:
+        return "no baseline was measured, so nothing is recommended"
+    return f"recommended to serve: {named(headline['recommended'])}"
 
 
 def length(headline: dict[str, Any]) -> str:

@@ -222,8 +222,10 @@ def _cell(unit: Unit) -> tuple:
     return unit.concurrency, unit.num_speculative_tokens, unit.temperature
 
 
-def _recommended(drafter: str, baseline: str | None, verdict: str, faster: float | None) -> str:
-    """The baseline unless better is shown; where there is none, the drafter unless it slows decoding down."""
+def _recommended(drafter: str, baseline: str | None, verdict: str, faster: float | None) -> str | None:
+    """The baseline unless better is shown; against no drafter alone, what is faster; against nothing, nothing."""
     if baseline:
         return drafter if verdict == statistics.BETTER else baseline
-    return NONE if faster is not None and faster <= 1 else drafter
+    if faster is None:
+        return None
+    return drafter if faster > 1 else NONE

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drafter import artifacts, config, preflight
+from drafter import artifacts, config, preflight, prompts
 
 UNITS: dict[config.StageName, str] = {
     "01b_synthetic": "requests to answer",
@@ -51,7 +51,6 @@ def _work(plan: dict, before: list[config.StageName], lacks_input: bool) -> str:
         return "nothing to do"
     details = [artifacts.size(plan["bytes"])] if "bytes" in plan else []
     for name, entry in plan.get("sources", {}).items():
-        counts = {"conversations": entry["conversations"], **entry["rejected"]}
-        details.append(f"{name}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+        details.append(f"{name}: {prompts.drawn(entry)}")
     more = f" ({'; '.join(details)})" if details else ""
     return f"{plan['pending']:,} {UNITS[plan['stage']]}{more}"

@@ -12,6 +12,8 @@ from drafter.errors import StageError
 
 NOT_ASKED = ("held_out", "duplicate")  # rejects that were never to be answered
 PROGRESS = re.compile(r"^(\d\d):(\d\d):(\d\d) (\d+)/(\d+) (\w+), ", re.MULTILINE)  # a line of stage.Progress
+BEGINS = "begins: "  # in a stage's log, before what it says in one call
+BEGIN = re.compile(rf"^\d\d:\d\d:\d\d {BEGINS}.*\n?", re.MULTILINE)
 WORDS = {"01b_synthetic": "rows", "02_hidden_states": "rows", "06_acceptance": "measurements"}
 
 
@@ -44,13 +46,21 @@ class Found:
         return self.manifests[name] or {}
 
     def seen(self, name: str) -> dict:
-        """What the pipeline noted of a stage."""
-        return self.state.get("stages", {}).get(name, {})
+        """What the pipeline noted of a stage; nothing of a finished one whose folder was removed since."""
+        noted = self.state.get("stages", {}).get(name, {})
+        return {} if noted.get("status") == "complete" and not self.manifests[name] else noted
 
     def log(self, name: str) -> str:
         """A stage's talk, of all its calls by the pipeline."""
         path = self._log(name)
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def said(self, name: str) -> str:
+        """The talk of a stage's latest call alone; nothing when that was by hand, where nobody keeps it."""
+        path = self._log(name)
+        if not path.exists() or path.stat().st_mtime < seconds_of(self.manifest(name).get("started")):
+            return ""
+        return BEGIN.split(self.log(name))[-1]
 
     def _log(self, name: str) -> Path:
         return self.config.run_dir / "logs" / f"{name}.log"
@@ -103,7 +113,7 @@ class Found:
         if name not in WORDS:
             return ""
         if manifest.get("status") == "running":  # counts come at the end, the log knows better
-            lines = PROGRESS.findall(self.log(name)) if name != "06_acceptance" else ()
+            lines = PROGRESS.findall(self.said(name)) if name != "06_acceptance" else ()
             return f"{int(lines[-1][3]):,} of {int(lines[-1][4]):,} {lines[-1][5]}" if lines else ""
         if not manifest.get("in"):
             return ""
@@ -126,6 +136,14 @@ class Found:
         if manifest.get("status") == "running" and _at_work(manifest.get("process") or {}) == "running":
             own += time.time() - seconds_of(manifest["updated"])
         return max(spent, own)
+
+    def began(self, name: str) -> float:
+        """When a stage's call that is at work began, with its server's start where the pipeline runs it; else 0."""
+        if self.stands(name) != "running":
+            return 0
+        seen = self.seen(name)
+        ours = self.alive() and seen.get("status") == "running"
+        return seen.get("started", 0) if ours else seconds_of(self.manifest(name).get("started"))
 
     def minutes(self, name: str) -> float | None:
         seconds = self.seconds(name)

@@ -351,7 +351,7 @@ def plan(stage: Stage) -> dict:
         work = Work(mix, stage.folder, stage.args.limit)
     table = meta["sources"]
     for name, entry in table.items():
-        say("%s: %d conversations, %d requests, rejected %s", name, *entry.values())
+        say("%s: %d requests of %s", name, entry["requests"], prompts.drawn(entry))
     for line in broken:
         say("%s", line)
     result["broken"] = broken

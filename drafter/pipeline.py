@@ -68,6 +68,7 @@ class Pipeline:
         self.limit = limit
         self.deadline = deadline
         self.state: dict = {"run": run_config.run.name, "status": "running", "stage": None, "stages": {}}
+        self.state["asked"] = [step.stage for step in steps]
         self.machine = Machine(run_config)
         self.begun = False
         self._earlier: dict = {}  # how an earlier call ended, and where
@@ -126,12 +127,13 @@ class Pipeline:
     def pending(self, step: Step) -> int:
         """What is left of a step, by its own offline plan: of one taken from another run, nothing.
 
-        Raises ConfigError when the step refuses its config.
+        A step that never ended well has its end left, even when no row is: it may lack its input, and only its
+        manifest makes it complete. Raises ConfigError when the step refuses its config.
         """
         taken = self.config.run.take.get(step.stage)
         if taken and not read_manifest(taken):
             raise ConfigError(f"run.take: no finished {step.stage} in {taken}")
-        return 0 if taken else self.plan(step)["pending"]
+        return 0 if taken else self.plan(step)["pending"] or len(self._unfinished((step,)))
 
     def plan(self, step: Step, *verbs: str) -> dict:
         return self.plans((step,), *verbs)[0]
@@ -243,10 +245,18 @@ class Pipeline:
             self._save()
 
     def _expect(self) -> None:
-        """What the plan says before the first row, for the report to compare with what happened."""
-        path = self.config.run_dir / "plan.json"
-        if not path.exists():
-            artifacts.write_json(path, plan.to_record(self.config))
+        """What the plan says before the first row, for the report to compare with what happened.
+
+        A stage that has begun keeps its plan, unless more is asked of it now than that was for.
+        """
+        found, planned = Found(self.config), plan.to_record(self.config, self.limit)
+        for name in filter(found.manifest, config.STAGES):
+            before, asked = found.plan.get(name, {"conversations": 0}), planned[name]["conversations"]
+            if before.get("conversations", asked) >= asked:
+                planned[name] = before
+            elif self.state["stages"].get(name, {}).get("status") == "complete":
+                self.state["stages"][name]["status"] = "begun"
+        artifacts.write_json(self.config.run_dir / "plan.json", planned)
 
     def _remember(self) -> None:
         """Take over what earlier calls did, and the production units that a killed one has not given back.

@@ -22,6 +22,7 @@ from drafter.estimates import (
     conversations_held,
     disk,
     estimate,
+    held_out,
     rows_of,
     sizes,
     whole,
@@ -289,14 +290,23 @@ def show(run_config: config.Config, profile_name: str | None, deadline: str | No
     return page(run_config, platform, now, next_time(deadline, now), next_time(done_by, now))
 
 
-def to_record(run_config: config.Config) -> dict:
-    """Seconds, starts included, and bytes by stage, for the report to compare with what happened."""
+def to_record(run_config: config.Config, limit: int | None = None) -> dict:
+    """Seconds, starts included, and bytes by stage, for the report to compare with what happened.
+
+    Of so many `conversations`: at most `limit` beside the held-out ones.
+    """
     platform = profile(default_profile(run_config))
     known = measured_or(run_config, platform)
-    parts = estimate(run_config, known, sizes(run_config, platform), conversations_asked(run_config) or COUNTS[1])
+    count = conversations_asked(run_config) or COUNTS[1]
+    if limit is not None:
+        count = min(count, limit + held_out(run_config))
     return {
-        part.stage: {"seconds": dataclasses.asdict(part.seconds + part.start_seconds), "bytes": round(part.bytes)}
-        for part in parts
+        part.stage: {
+            "conversations": count,
+            "seconds": dataclasses.asdict(part.seconds + part.start_seconds),
+            "bytes": round(part.bytes),
+        }
+        for part in estimate(run_config, known, sizes(run_config, platform), count)
     } | {"sources": known.sources}
 
 

@@ -263,9 +263,12 @@ def units(run_config: config.Config) -> Iterator[str]:
 def shared_folder(run_config: config.Config) -> Iterator[str]:
     """Where the extract unit's user is to write, and that this user may rename and delete what that one writes."""
     own, states = run_config.servers.extract, run_config.stage_dir("02_hidden_states")
-    if own.kind != "systemd":
+    if own.kind != "systemd" or missing(run_config.run.dir):
         return
-    if own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
+    if own.link and (absent := missing(own.link)):
+        if absent != run_config.run.dir:  # else it is made before
+            yield f"servers.extract.link: {absent} does not exist"
+    elif own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
         yield f"servers.extract.link: {own.link} cannot be made a link; move away what is there, or chmod its folder"
     yield from sharing(states, own.unit, systemd.properties(own))
 
@@ -319,7 +322,16 @@ def _grants(need: int, mode: int, owner: bool, group: bool) -> bool:
     return bits & need == need
 
 
+def missing(path: Path) -> Path | None:
+    """What would have to be made first for a folder or file to be made there."""
+    absent = [above for above in path.absolute().parents if not above.exists()]
+    return absent[-1] if absent else None
+
+
 def folders(run_config: config.Config) -> Iterator[str]:
+    if absent := missing(run_config.run.dir):
+        yield f"run.dir: {absent} does not exist; make it, or mount what belongs there"
+        return
     folder = run_config.run_dir
     while not folder.exists():
         folder = folder.parent
@@ -350,7 +362,7 @@ def space(run_config: config.Config) -> Iterator[str]:
     platform = rates.profile(rates.default_profile(run_config))
     known = rates.measured_or(run_config, platform)
     asked = estimates.conversations_asked(run_config)
-    if asked is None:
+    if asked is None or missing(run_config.run.dir):
         return
     parts = estimates.estimate(run_config, known, estimates.sizes(run_config, platform), asked)
     free, needed = plan.disk_left(run_config), estimates.disk(parts)

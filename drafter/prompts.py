@@ -281,6 +281,12 @@ def _as_prompt(record: dict) -> dict:
     }
 
 
+def drawn(entry: dict) -> str:
+    """What became of a source's conversations, in words."""
+    counts = {"conversations": entry["conversations"], **entry["rejected"]}
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
+
+
 def rejection(row_id: str, source: str, reason: str, detail: str, at: str) -> dict:
     """A line of rejected.jsonl; `at` says whether the prompt or its reply was at fault."""
     return {"row_id": row_id, "source": source, "reason": reason, "detail": detail, "at": at}

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from drafter import artifacts, charts, config, disk, errors, html, stage
-from drafter.caveats import caveats, length, named
+from drafter.caveats import caveats, length, named, recommendation
 from drafter.errors import ConfigError
-from drafter.found import PROGRESS, Found, records, seconds_of
+from drafter.found import NOT_ASKED, PROGRESS, Found, records, seconds_of
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
 HISTOGRAM_ROWS = 50_000
@@ -101,7 +101,8 @@ def verdict(found: Found) -> str:
             )
         else:
             said += ", no other drafter to compare it with"
-        advice = f"Recommended to serve: {escape(named(head['recommended']))}."
+        first, *rest = recommendation(head)
+        advice = f"{escape(''.join([first.upper(), *rest]))}."
         if head["speed_up"]:
             advice += f" Decoding is {head['speed_up']:.2f} times as fast as without a drafter."
         return html.box(tone, said, advice)
@@ -140,7 +141,7 @@ def timeline(found: Found) -> str:
         began = seen.get("started") or seconds_of(manifest.get("started"))
         started = f"{datetime.fromtimestamp(began):%a %H:%M}" if began else ""
         body.append([name, found.stands(name), found.minutes(name), *map(found.planned(name).get, SPREAD), started])
-    header = ["stage", "status", "actual min", "planned min", "at least", "at most", "started"]
+    header = ["stage", "status", "actual min", "planned min", "at least", "at most", "last started"]
     return html.section("Timeline", html.table(header, body))
 
 
@@ -215,22 +216,26 @@ def per_position(found: Found) -> str:
 
 
 def rows(found: Found) -> str:
-    body = [
-        [name, m.get("in"), m.get("out"), sum(m.get("rejected", {}).values()), m.get("pending")]
-        for name, m in found.manifests.items()
-        if m and "in" in m
-    ]
+    body = []
+    for name, m in found.manifests.items():
+        if m and "in" in m:
+            by_reason = m.get("rejected", {})
+            apart = [by_reason.get(reason, 0) for reason in NOT_ASKED]
+            body.append([name, m["in"], m.get("out"), *apart, sum(by_reason.values()) - sum(apart), m.get("pending")])
     if not body:
         return ""
-    rejected: Counter = Counter()
+    counted: Counter = Counter()
     for name in ("01b_synthetic", "02_hidden_states"):
         for record in records(found.config.stage_dir(name) / "rejected.jsonl"):
-            rejected[name, record.get("source", ""), record.get("reason", "")] += 1
-    reasons = [[*key, count] for key, count in sorted(rejected.items())]
+            counted[name, record.get("source", ""), record.get("reason", "")] += 1
+    reasons: dict[str, list[list]] = {"rejected in": [], "not asked in": []}
+    for key, count in sorted(counted.items()):
+        reasons["not asked in" if key[-1] in NOT_ASKED else "rejected in"].append([*key, count])
+    apart = [reason.replace("_", " ") for reason in NOT_ASKED]
     return html.section(
         "Rows",
-        html.table(["stage", "in", "out", "rejected", "pending"], body)
-        + (html.table(["rejected in", "source", "reason", "rows"], reasons) if reasons else ""),
+        html.table(["stage", "in", "out", *apart, "rejected", "pending"], body)
+        + "".join(html.table([what, "source", "reason", "rows"], each) for what, each in reasons.items() if each),
     )
 
 

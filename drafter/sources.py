@@ -123,10 +123,13 @@ def _read_lines(path: Path) -> Iterator[Placed]:
         for number, line in enumerate(file, 1):  # by line feed only: U+2028 is text
             if line.strip():
                 try:
-                    record = json.loads(line)
+                    record = json.loads(line.rstrip())  # or what is cut off would be missed on the next line
+                except json.JSONDecodeError as error:
+                    record = BrokenLine(line.decode("utf-8", errors="replace"))
+                    record.why = f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
                 except (ValueError, RecursionError) as error:
                     record = BrokenLine(line.decode("utf-8", errors="replace"))
-                    record.why = f"not JSON: {getattr(error, 'msg', error)}"
+                    record.why = f"not JSON: {error}"
                 yield f"{path} line {number}", record
 
 

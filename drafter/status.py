@@ -33,7 +33,7 @@ def lines(run_config: config.Config) -> Iterator[str]:
     if trouble:
         yield f"  last error: {trouble.reason}"
     if state.get("stage"):
-        for line in found.log(state["stage"]).splitlines()[-TAIL:]:
+        for line in found.said(state["stage"]).splitlines()[-TAIL:]:
             yield f"  | {line}"
     yield f"  disk: {artifacts.size(artifacts.free_bytes(run_config.run_dir))} free"
     for index, used in gpu.memory_used().items():
@@ -53,9 +53,14 @@ def _whole(found: Found, standing: dict[str, str]) -> str:
 
 
 def _time(found: Found, name: str) -> str:
-    minutes, started = found.minutes(name), found.seen(name).get("started")
-    since = f"since {datetime.fromtimestamp(started):%H:%M}" if found.stands(name) == "running" and started else ""
-    return ", ".join(filter(None, ["" if minutes is None else f"{minutes:.1f} min", since]))
+    """Minutes of all calls, and of a call that is at work its own and its beginning."""
+    minutes, began = found.minutes(name) or 0, found.began(name)
+    parts = [f"{minutes:.1f} min"] if minutes else []
+    if began:
+        own = (time.time() - began) / 60
+        before = minutes - own > 0.1
+        parts.append((f"{own:.1f} of them " if before else "") + f"since {datetime.fromtimestamp(began):%H:%M}")
+    return ", ".join(parts)
 
 
 def _left(found: Found) -> float:
@@ -63,7 +68,7 @@ def _left(found: Found) -> float:
     if not found.alive() or found.state["status"] != "running":
         return 0
     left = 0.0
-    for name in config.STAGES:
+    for name in found.state.get("asked", config.STAGES):
         if name in found.plan and found.seen(name).get("status") != "complete":
             passed = found.seconds(name)
             planned = found.plan[name]["seconds"]

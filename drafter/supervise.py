@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 
 from drafter import config, interrupts, process, server
 from drafter.errors import Interrupted, ResumableError, StageError
+from drafter.found import BEGINS
 
 log = logging.getLogger("drafter")
 
@@ -122,6 +124,8 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
     """Run a stage's command to its end; the stage waits through an outage while its server is repaired."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log.info("%s: %s", log_file.stem, shlex.join(line))
+    with contextlib.suppress(OSError), open(log_file, "a") as kept:
+        kept.write(f"{datetime.now():%H:%M:%S} {BEGINS}{shlex.join(line)}\n")
     said: list[bytes] = []
     readers: list[threading.Thread] = []
     stage: subprocess.Popen | None = None
@@ -182,7 +186,7 @@ def _copy_lines(source, log_file: Path) -> None:
     with open(log_file, "ab", buffering=0) as kept:
         for line in source:
             with contextlib.suppress(OSError):
-                kept.write(line)
+                kept.write(line if line.endswith(b"\n") else line + b"\n")
             with contextlib.suppress(OSError):
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()

@@ -43,8 +43,9 @@ def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> st
         raise ResumableError(f"{shlex.join(line)} has not come back after {timeout:.0f} s") from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
-        remedy = next((f"; {remedy}" for words, remedy in REMEDIES.items() if words in said), "")
-        raise ConfigError(f"{shlex.join(line)}: {said}{remedy}")
+        remedy = next((remedy for words, remedy in REMEDIES.items() if words in said), "")
+        refused = server.systemctl if remedy == ELSEWHERE else line  # the same for every unit
+        raise ConfigError(f"{shlex.join(refused)}: {'; '.join(filter(None, (said, remedy)))}")
     return done.stdout
 
 

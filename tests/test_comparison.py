@@ -105,6 +105,10 @@ def test_without_a_rival_the_verdict_says_so_and_speed_decides():
     slow = report({unit("none"): plain(1), unit("run"): decoded(0.5)})["headline"]
     assert fast["verdict"] == slow["verdict"] == "not compared"
     assert (fast["recommended"], slow["recommended"]) == ("run", "none")
+    alone = report({unit("run"): decoded(0.5)})["headline"]
+    assert alone["recommended"] is None and sentence(alone).endswith(
+        "no baseline was measured, so nothing is recommended"
+    )
 
 
 def test_another_folder_is_the_baseline_when_there_is_no_warm_start():

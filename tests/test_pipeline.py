@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import artifacts, config, machine, pipeline, process, server, supervise
+from drafter import artifacts, config, found, machine, pipeline, process, server, supervise
 from drafter.errors import ConfigError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -389,6 +389,13 @@ def test_a_log_on_a_full_disk_does_not_stop_the_reading(capfd):
     assert next(lines, None) is None and capfd.readouterr().err == "one\ntwo\n"
 
 
+def test_a_log_says_where_each_call_begins_on_a_line_of_its_own(tmp_path):
+    for said in ("4/16 rows", "6/16 rows"):
+        supervise._watch(["/bin/sh", "-c", f"printf '19:00:00 {said}, torn' >&2"], tmp_path / "x.log", None)
+    log = (tmp_path / "x.log").read_text()
+    assert len(found.BEGIN.findall(log)) == 2 and found.BEGIN.split(log)[-1] == "19:00:00 6/16 rows, torn\n"
+
+
 def test_a_server_that_always_dies_is_given_up(night):
     night.server_fakes["generate"] = "dies=2"
     night.overrides.append("servers.generate.restarts=1")
@@ -481,6 +488,53 @@ def test_a_stages_time_goes_on_after_a_kill_and_begins_anew_without_its_folder(m
     manifest = night.config.stage_dir(step.stage) / "manifest.json"
     artifacts.write_json(manifest, {"status": "interrupted"})
     assert following._seconds(step) == 660
+
+
+def test_a_stage_without_its_input_is_refused_and_never_noted_as_done(made, monkeypatch):
+    """Law 7: with nothing to read it has no row left, and once passed for complete."""
+    monkeypatch.setattr(pipeline.Pipeline, "plans", lambda _self, steps, *_: [{"pending": 0}] * len(steps))
+    for begun in (False, True):
+        night = made()
+        night.steps = pipeline.STEPS[1:2]
+        if begun:
+            night._save()
+        with pytest.raises(ConfigError, match="02_hidden_states needs 01b_synthetic, which has not run"):
+            night.run()
+        assert night.config.run_dir.exists() == begun
+    assert night.state["status"] == "failed" and night.state["stages"] == {}
+
+
+@pytest.mark.parametrize(("status", "left"), [("complete", 0), ("running", 1), ("failed", 1), ("partial", 1)])
+def test_a_stage_is_done_when_it_has_said_so_itself(made, monkeypatch, status, left):
+    """R02: one that is killed after its last row has its manifest left to write."""
+    monkeypatch.setattr(pipeline.Pipeline, "plans", lambda _self, steps, *_: [{"pending": 0}] * len(steps))
+    night = made()
+    artifacts.write_json(night.config.stage_dir("02_hidden_states") / "manifest.json", {"status": status})
+    assert night.pending(pipeline.STEPS[1]) == left
+
+
+def test_what_has_not_begun_is_planned_anew_and_what_is_done_keeps_its_plan(made):
+    def planned(*overrides: str, limit: int | None = None) -> tuple[str, list[int], list[float]]:
+        night = made(*overrides)
+        night.limit, night.state["stages"] = limit, {"01b_synthetic": {"status": "complete"}}
+        night._expect()
+        plan = json.loads((night.config.run_dir / "plan.json").read_text())
+        seconds = [plan[name]["seconds"]["typical"] for name in STAGES[:2]]
+        return (
+            night.state["stages"]["01b_synthetic"]["status"],
+            [plan[name]["conversations"] for name in STAGES],
+            seconds,
+        )
+
+    _, rows, (first, second) = planned("prompts.0.count=40")
+    assert rows == [40] * 5
+    manifest = made().config.stage_dir("01b_synthetic") / "manifest.json"
+    artifacts.write_json(manifest, {"status": "complete"})
+    status, rows, fewer = planned(limit=16)
+    assert (status, rows) == ("complete", [40, 24, 24, 24, 24]), "16 beside the 8 that are held out"
+    assert fewer[0] == first and fewer[1] < second
+    status, rows, more = planned()
+    assert (status, rows) == ("begun", [101] * 5) and more[0] > first
 
 
 def test_a_copied_run_does_not_give_back_what_the_original_owes(night, tmp_path):

@@ -295,6 +295,26 @@ def test_the_units_user_and_umask_come_from_systemd(load, machine):  # noqa: F81
     assert found(load(*unit)) == ["vllm-test: getpwnam(): name not found: 'nobody-here'"]
 
 
+def test_a_disk_that_is_not_there_is_one_line_whatever_would_lie_on_it(load, machine, tmp_path):  # noqa: F811
+    (machine.units / "vllm-test").touch()
+    unit = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
+    disk = tmp_path / "data"
+    there = load(*unit, f"run.dir={disk}/runs", f"servers.extract.link={disk}/runs/extract", "extract.reserve_gb=1e6")
+    assert found(there) == [f"run.dir: {disk} does not exist; make it, or mount what belongs there"]
+    disk.mkdir()
+    assert [line for line in found(there) if "link" in line or "run.dir" in line] == []
+    assert f"servers.extract.link: {tmp_path}/no does not exist" in found(
+        load(*unit, f"servers.extract.link={tmp_path}/no/link")
+    )
+
+
+def test_a_systemd_that_does_not_run_is_said_once_for_all_units(load, machine):  # noqa: F811
+    (machine.units / "refuse").write_text("System has not been booted with systemd as init system")
+    roles = ("generate", "extract")
+    (finding,) = found(load(*(f"servers.{r}.{s}" for r in roles for s in ("kind=systemd", f"unit=vllm-{r}"))))
+    assert "systemd does not run here" in finding
+
+
 def test_a_link_that_cannot_be_made_is_found(load, machine, tmp_path):  # noqa: F811
     (machine.units / "vllm-test").touch()
     (tmp_path / "taken").mkdir()

@@ -361,10 +361,25 @@ def test_a_line_that_is_not_json_is_rejected_with_file_line_and_reason(tmp_path)
     config_ = mix(tmp_path, {"name": "a"})
     materialise(config_, tmp_path / "out")
     (broken,) = (r for r in prompts.read_rejections(tmp_path / "out") if r["reason"] == "bad_conversation")
-    assert broken["source"] == "a" and broken["detail"].startswith(
-        f"{tmp_path / 'a.jsonl'} line 5: not JSON: Expecting"
-    )
+    assert broken["source"] == "a"
+    assert broken["detail"] == f"{tmp_path / 'a.jsonl'} line 5: not JSON: Expecting value at column 20"
     assert sources.count(config_.prompts[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"a": "b\tc"}', "Invalid control character at column 9"),
+        (b'{"a": 1', "Expecting ',' delimiter at column 8"),
+        (b'  {"a": "b', "Unterminated string starting at column 9"),
+        (b'{"a": "\xff"}', "'utf-8' codec can't decode byte 0xff in position 7: invalid start byte"),
+        (b"[" * 100_000, "maximum recursion depth exceeded"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said_with_its_place(tmp_path, line, why):
+    (tmp_path / "a.jsonl").write_bytes(line + b"\n")
+    ((_, record),) = sources._read_lines(tmp_path / "a.jsonl")
+    assert record.why.startswith(f"not JSON: {why}")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -118,6 +118,25 @@ def test_a_drafter_without_a_rival_is_said_so_in_words(finished):
     assert "Recommended to serve: no drafter. Decoding is 0.53 times as fast as without a drafter." in text
 
 
+def test_without_anything_to_compare_with_nothing_is_recommended(finished):
+    path = finished.run_dir / "06_acceptance/acceptance.json"
+    alone = headline(verdict="not compared", baseline=None, speed_up=None)
+    write(path, json.loads(path.read_text()) | {"headline": alone})
+    text = report.write(finished).read_text()
+    assert "No baseline was measured, so nothing is recommended." in text and "ecommended to serve" not in text
+
+
+def test_what_was_not_asked_is_no_reject(finished):
+    """Law 7"""
+    folder = finished.run_dir / "01b_synthetic"
+    counts = {"in": 101, "out": 90, "rejected": {"held_out": 8, "duplicate": 2, "bad_conversation": 1}, "pending": 0}
+    write(folder / "manifest.json", {"stage": "01b_synthetic", "status": "complete", "versions": {}} | counts)
+    jsonl(folder / "rejected.jsonl", [{"source": "s", "reason": each} for each in ("held_out", "bad_conversation")])
+    text = re.sub("</?t[rdh]>", " ", report.write(finished).read_text())
+    assert " held out  duplicate  rejected  pending " in text and " 01b_synthetic  101  90  8  2  1  0 " in text
+    assert re.search("rejected in .* 01b_synthetic  s  bad_conversation  1 .*not asked in .* s  held_out  1 ", text)
+
+
 @pytest.mark.parametrize(
     "figure",
     [

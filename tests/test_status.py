@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from datetime import UTC, datetime
 
 import pytest
 from conftest import CPU_CONFIG
@@ -53,6 +54,7 @@ def test_by_hand_status_prints_the_page(run_config, capsys):
 
 def test_a_running_run_shows_stages_progress_and_when_it_ends(run_config, state):
     state()
+    by_hand(run_config, "01b_synthetic")
     (run_config.run_dir / "plan.json").write_text(json.dumps({"04_train": {"seconds": {"typical": 3600}}}))
     (run_config.run_dir / "logs").mkdir()
     (run_config.run_dir / "logs/02_hidden_states.log").write_text("19:30:00 5/93 rows, ETA 3 min\n")
@@ -95,6 +97,48 @@ def test_a_stage_that_was_finished_by_hand_is_no_longer_the_runs_failure(run_con
     assert "01b_synthetic     failed" in text(run_config) and "last error: no answer" in text(run_config)
     by_hand(run_config, "01b_synthetic")
     assert "run smollm2_cpu: not complete" in (shown := text(run_config)) and "error" not in shown
+
+
+def test_a_call_is_not_told_by_what_an_earlier_one_said(run_config, state):
+    stages = {"01b_synthetic": {"status": "running", "started": time.time() - 60, "seconds": 240}}
+    state(stage="01b_synthetic", stages=stages)
+    log = run_config.run_dir / "logs/01b_synthetic.log"
+    log.parent.mkdir()
+    earlier = "19:00:30 4/16 rows, 1.00 rows/s\n01b_synthetic: interrupted by SIGINT\n"
+    log.write_text(f"19:00:00 begins: python 01b\n{earlier}19:05:00 begins: python 01b\n")
+    by_hand(run_config, "01b_synthetic", status="interrupted", **{"in": 16, "out": 6})
+    shown = text(run_config)
+    assert "running      6 of 16 rows  5.0 min, 1.0 of them since" in shown and "|" not in shown
+    by_hand(run_config, "01b_synthetic", status="running", **{"in": 0, "out": 0})
+    assert not re.search(r"rows|\|", text(run_config))
+    with open(log, "a") as file:
+        file.write("19:05:40 9/16 rows, 1.00 rows/s\n")
+    assert "9 of 16 rows" in text(run_config) and "  | 19:05:40 9/16 rows" in text(run_config)
+
+
+def test_a_stage_by_hand_is_not_told_by_what_the_pipeline_kept_of_an_earlier_call(run_config, state):
+    state(status="interrupted", pid=2**22 - 1)
+    log = run_config.run_dir / "logs/02_hidden_states.log"
+    log.parent.mkdir()
+    log.write_text("19:00:30 4/16 rows, 1.00 rows/s\n")
+    os.utime(log, (time.time() - 3600,) * 2)
+    began = datetime.fromtimestamp(time.time() - 600, UTC).isoformat(timespec="seconds")
+    at_work = {"status": "running", "started": began, "updated": began, "process": process.identity(os.getpid())}
+    by_hand(run_config, "02_hidden_states", **at_work, **{"in": 0, "out": 0, "seconds": 300})
+    shown = text(run_config)
+    assert "15.0 min, 10.0 of them since" in shown and "4 of 16" not in shown and "|" not in shown
+
+
+def test_a_stage_whose_folder_was_removed_is_not_complete(run_config, state):
+    state()
+    assert "01b_synthetic     not begun" in (shown := text(run_config)) and "1.5 min" not in shown
+
+
+def test_the_end_is_that_of_the_stages_asked_for(run_config, state):
+    state(asked=["02_hidden_states"])
+    hour = {"seconds": {"typical": 3600}}
+    (run_config.run_dir / "plan.json").write_text(json.dumps({"02_hidden_states": hour, "04_train": hour}))
+    assert status._left(Found(run_config)) == pytest.approx(3480, abs=5)
 
 
 def test_a_stage_that_is_late_is_not_done_now(run_config, state):
@@ -140,7 +184,7 @@ def test_a_stages_minutes_are_those_of_all_its_calls(run_config, state):
     running = {"status": "running", "started": time.time() - 120, "seconds": 600}
     state(stages={"02_hidden_states": running})
     by_hand(run_config, "02_hidden_states", status="running", seconds=300)
-    assert "12.0 min, since" in text(run_config)
+    assert "12.0 min, 2.0 of them since" in text(run_config)
     log = run_config.run_dir / "logs/02_hidden_states.log"
     log.parent.mkdir()
     log.touch()
