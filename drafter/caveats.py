@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def named(label: str) -> str:
+def named(label: str | None) -> str:
     """A drafter's label in words; a folder is its own name."""
+    if label is None:
+        return "nothing"
     return {"run": "the trained drafter", "warm_start": "the warm start", "none": "no drafter"}.get(label, label)
 
 
@@ -32,7 +34,7 @@ def length(headline: dict[str, Any]) -> str:
     """The acceptance length with its interval, as far as they are known."""
     if headline.get("acceptance_length") is None:
         return "not measured"
-    if headline.get("low") is None:
+    if headline.get("low") is None or headline.get("high") is None:
         return f"{headline['acceptance_length']:.2f}"
     return f"{headline['acceptance_length']:.2f} ({headline['low']:.2f} to {headline['high']:.2f})"
 

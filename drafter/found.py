@@ -1,13 +1,12 @@
 """What a run has left behind so far, read for people: by `status` and by the report, whoever ran the stages."""
 
 import re
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter import artifacts, config, process, stage
+from drafter import artifacts, config, notes, process, stage
 from drafter.errors import StageError
 
 NOT_ASKED = ("held_out", "duplicate")  # rejects that were never to be answered
@@ -30,17 +29,16 @@ class Found:
 
     def __init__(self, run_config: config.Config):
         self.config = run_config
-        self.state = _state(run_config)
-        self.plan = artifacts.read_note(run_config.run_dir / "plan.json")
+        self.state = notes.read(run_config.run_dir / "pipeline.json", notes.State)
+        self.plan = notes.read(run_config.run_dir / "plan.json", notes.Plan)
         self.manifests = {}
         for name in config.STAGES:
             try:
                 self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
             except StageError:
                 self.manifests[name] = {"stage": name, "status": "unreadable"}
-        path = run_config.stage_dir("06_acceptance") / "acceptance.json"
-        self.acceptance = artifacts.read_note(path, headline=dict, measurements=list)
-        self.metrics = records(run_config.stage_dir("04_train") / "metrics.jsonl")
+        self.acceptance = notes.read(run_config.stage_dir("06_acceptance") / "acceptance.json", notes.Acceptance)
+        self.metrics = notes.records(run_config.stage_dir("04_train") / "metrics.jsonl", notes.Metric)
 
     def manifest(self, name: str) -> dict:
         return self.manifests[name] or {}
@@ -117,10 +115,10 @@ class Found:
             return f"{int(lines[-1][3]):,} of {int(lines[-1][4]):,} {lines[-1][5]}" if lines else ""
         if not manifest.get("in"):
             return ""
-        rejected = manifest.get("rejected", {})
+        rejected, out = manifest.get("rejected", {}), manifest.get("out", 0)
         asked = manifest["in"] - sum(rejected.get(reason, 0) for reason in NOT_ASKED)
         lost = sum(count for reason, count in rejected.items() if reason not in NOT_ASKED)
-        return f"{manifest['out']:,} of {asked:,} {WORDS[name]}" + (f", {lost:,} rejected" if lost else "")
+        return f"{out:,} of {asked:,} {WORDS[name]}" + (f", {lost:,} rejected" if lost else "")
 
     def seconds(self, name: str) -> float:
         """What a stage has taken so far, all calls together; with its servers' starts where the pipeline ran it."""
@@ -134,7 +132,8 @@ class Found:
         manifest = self.manifest(name)
         own = manifest.get("seconds", 0)
         if manifest.get("status") == "running" and _at_work(manifest.get("process") or {}) == "running":
-            own += time.time() - seconds_of(manifest["updated"])
+            now = time.time()
+            own += now - (seconds_of(manifest.get("updated")) or now)
         return max(spent, own)
 
     def began(self, name: str) -> float:
@@ -154,26 +153,11 @@ class Found:
         return {part: round(value / 60, 1) for part, value in self.plan.get(name, {}).get("seconds", {}).items()}
 
 
-def _state(run_config: config.Config) -> dict:
-    """What `pipeline.json` says; {} where there is none, or a broken one."""
-    found = artifacts.read_note(run_config.run_dir / "pipeline.json", status=str, stages=dict)
-    whole = all(isinstance(each, dict) for each in found.get("stages", {}).values())
-    return found if whole and isinstance(found.get("production", []), list) else {}
-
-
-def records(path: Path, limit: int | None = None) -> list[dict]:
-    """The records of a JSONL file, at most `limit`; none of one that is broken or not there."""
-    try:
-        return [record for record, _ in zip(artifacts.read_jsonl(path), range(limit or sys.maxsize), strict=False)]
-    except (OSError, StageError):
-        return []
-
-
 def seconds_of(moment: str | None) -> float:
     """A manifest's time as a timestamp; 0 where there is none."""
     try:
-        return datetime.fromisoformat(moment).timestamp()
-    except (TypeError, ValueError):
+        return notes.check(notes.Moment, datetime.fromisoformat(moment).timestamp())
+    except (TypeError, ValueError, OverflowError, StageError):
         return 0
 
 

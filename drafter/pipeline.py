@@ -353,6 +353,7 @@ def default_config() -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     interrupts.listen(*interrupts.wanted())
     pipeline: Pipeline | None = None
     try:

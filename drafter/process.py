@@ -26,7 +26,7 @@ def identity(pid: int) -> dict[str, Any]:
 def lives(record: dict[str, Any]) -> bool:
     """Whether the process of an `identity` is still alive."""
     known = record.get("birth")
-    return known is not None and record["boot"] == boot() and known == birth(record["pid"])
+    return known is not None and record.get("boot") == boot() and known == birth(record.get("pid", 0))
 
 
 def birth(pid: int) -> str | None:

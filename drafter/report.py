@@ -10,10 +10,10 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from drafter import artifacts, charts, config, disk, errors, html, stage
+from drafter import artifacts, charts, config, disk, errors, html, notes, stage
 from drafter.caveats import caveats, length, named, recommendation
 from drafter.errors import ConfigError
-from drafter.found import NOT_ASKED, PROGRESS, Found, records, seconds_of
+from drafter.found import NOT_ASKED, PROGRESS, Found, seconds_of
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
 HISTOGRAM_ROWS = 50_000
@@ -53,7 +53,8 @@ STYLE = Path(__file__).with_name("report.css")
 def write(run_config: config.Config) -> Path:
     """Write `report.html` of a run and return its path."""
     path = run_config.run_dir / "report.html"
-    artifacts.write_text(path, page(Found(run_config)))
+    text = page(Found(run_config))
+    artifacts.write_text(path, text.encode(errors="backslashreplace").decode())  # a file's name may be no text
     return path
 
 
@@ -170,7 +171,7 @@ def throughput(found: Found) -> list[str]:
 
 def lengths(found: Found) -> str:
     """Tokens of each row, all of it and what training sees of it."""
-    index = records(found.config.stage_dir("02_hidden_states") / "index.jsonl", HISTOGRAM_ROWS)
+    index = notes.records(found.config.stage_dir("02_hidden_states") / "index.jsonl", notes.Indexed, HISTOGRAM_ROWS)
     if not index:
         return ""
     labels, heights = charts.histogram([entry["row_tokens"] for entry in index])
@@ -226,7 +227,7 @@ def rows(found: Found) -> str:
         return ""
     counted: Counter = Counter()
     for name in ("01b_synthetic", "02_hidden_states"):
-        for record in records(found.config.stage_dir(name) / "rejected.jsonl"):
+        for record in notes.records(found.config.stage_dir(name) / "rejected.jsonl", notes.Rejected):
             counted[name, record.get("source", ""), record.get("reason", "")] += 1
     reasons: dict[str, list[list]] = {"rejected in": [], "not asked in": []}
     for key, count in sorted(counted.items()):

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, config, contracts, interrupts, process
+from drafter import artifacts, config, contracts, interrupts, notes, process
 from drafter.arguments import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 
@@ -149,11 +149,10 @@ def read_manifest(folder: Path) -> dict | None:
         raise _broken(folder, repr(error)) from None
     if not isinstance(manifest, dict):
         raise _broken(folder, "no object")
-    manifest = {"status": "unknown", "facts": {}, "seconds": 0} | manifest
-    for key, kind in {"status": str, "facts": dict, "seconds": (int, float)}.items():
-        if not isinstance(manifest[key], kind):
-            raise _broken(folder, f"no {key}")
-    return manifest
+    try:
+        return notes.check(notes.Manifest, {"status": "unknown", "facts": {}, "seconds": 0} | manifest)
+    except ContractError as error:
+        raise _broken(folder, str(error)) from None
 
 
 def _broken(folder: Path, why: str) -> ContractError:
@@ -205,6 +204,7 @@ def run_tool(
     `body` may return one of its own.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
         with interrupts.listening(*interrupts.wanted()):
             args = arguments.parse_args(argv)
