@@ -54,9 +54,10 @@ class Found:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def said(self, name: str) -> str:
-        """The talk of a stage's latest call alone; nothing when that was by hand, where nobody keeps it."""
+        """The talk of a stage's latest call alone: of one by hand nobody keeps it, and a server may start before."""
         path = self._log(name)
-        if not path.exists() or path.stat().st_mtime < seconds_of(self.manifest(name).get("started")):
+        began = max(seconds_of(self.manifest(name).get("started")), self.seen(name).get("started", 0))
+        if not path.exists() or path.stat().st_mtime < began:
             return ""
         return BEGIN.split(self.log(name))[-1]
 

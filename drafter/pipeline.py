@@ -271,7 +271,7 @@ class Pipeline:
             killed = found.state["status"] == "running" and found.state.get("boot") == process.boot()
             self.machine.production = set(found.state.get("production", []))
             self.machine.borrowed = killed or bool(self.machine.production)
-        self.state["stages"] = found.state["stages"]
+        self.state["stages"] = {name: seen for name in config.STAGES if (seen := found.seen(name))}
         for name, seen in self.state["stages"].items():
             if seen.get("status") == "running":  # a call that was killed
                 seen |= {"status": "interrupted", "seconds": round(found.seconds(name), 1)}

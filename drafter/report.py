@@ -248,9 +248,8 @@ def space(found: Found) -> str:
             planned = found.plan.get(name, {}).get("bytes")
             body.append([name, _gib(planned), _gib(disk.usage(folder))])
     free = artifacts.size(artifacts.free_bytes(found.config.run_dir))
-    return html.section(
-        "Disk", html.table(["stage", "planned GiB", "GiB"], body) + f'<p class="soft">{free} free.</p>'
-    )
+    table = html.table(["stage", "planned GiB", "GiB"], body) if body else ""
+    return html.section("Disk", table + f'<p class="soft">{free} free.</p>')
 
 
 def rerun(found: Found) -> str:

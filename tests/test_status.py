@@ -105,10 +105,12 @@ def test_a_call_is_not_told_by_what_an_earlier_one_said(run_config, state):
     log = run_config.run_dir / "logs/01b_synthetic.log"
     log.parent.mkdir()
     earlier = "19:00:30 4/16 rows, 1.00 rows/s\n01b_synthetic: interrupted by SIGINT\n"
-    log.write_text(f"19:00:00 begins: python 01b\n{earlier}19:05:00 begins: python 01b\n")
     by_hand(run_config, "01b_synthetic", status="interrupted", **{"in": 16, "out": 6})
-    shown = text(run_config)
-    assert "running      6 of 16 rows  5.0 min, 1.0 of them since" in shown and "|" not in shown
+    for new, age in (("", 90), ("19:05:00 begins: python 01b\n", 0)):  # its server starts, then itself
+        log.write_text(f"19:00:00 begins: python 01b\n{earlier}{new}")
+        os.utime(log, (time.time() - age,) * 2)
+        shown = text(run_config)
+        assert "running      6 of 16 rows  5.0 min, 1.0 of them since" in shown and "|" not in shown
     by_hand(run_config, "01b_synthetic", status="running", **{"in": 0, "out": 0})
     assert not re.search(r"rows|\|", text(run_config))
     with open(log, "a") as file:
