@@ -263,6 +263,35 @@ class Ours:
         self.step()
 
 
+def library_model(built):
+    """speculators' own model with a drafter's config and weights, all in fp32, on the device."""
+    import torch
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    attention = "simple_flex_attention" if torch.cuda.is_available() else "sdpa"
+    built.config.transformer_layer_config._attn_implementation = attention
+    with torch.device("meta"):
+        model = Eagle3DraftModel(built.config)
+    model.rotary_emb = built.rotary_emb
+    state = {name: t.float() if t.is_floating_point() else t for name, t in built.state_dict().items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return model.to(device())
+
+
+def library_loss():
+    """Its loss, fused on a GPU."""
+    import torch
+    from speculators.losses import resolve_loss_config
+
+    if not torch.cuda.is_available():
+        return resolve_loss_config("kl_div", "eager")
+    from speculators.losses import fused
+
+    # torch 2.11 cannot compile two kernels that share one list of configurations.
+    fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
+    return resolve_loss_config("kl_div", "fused")
+
+
 class Library:
     """speculators' step as its Trainer makes it: autocast, its fused loss, compiled forward, AdamW."""
 
@@ -270,33 +299,17 @@ class Library:
 
     def __init__(self, shape: Shape, pack: int, folder: Path):
         import torch
-        from speculators.losses import resolve_loss_config
-        from speculators.models.eagle3 import Eagle3DraftModel
 
         from drafter import draft
 
         cuda = torch.cuda.is_available()
-        if cuda and hasattr(torch, "compile"):
-            from speculators.losses import fused
-
-            # torch 2.11 cannot compile two kernels that share one list of configurations.
-            fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
         target, verifier = make_target(shape, folder)
-        built = draft.build(random_weights(shape), native_config(shape), verifier, target)
-        config = built.config
-        config.transformer_layer_config._attn_implementation = "simple_flex_attention" if cuda else "sdpa"
-        with torch.device("meta"):
-            self.model = Eagle3DraftModel(config)
-        self.model.rotary_emb = built.rotary_emb
-        state = {name: t.float() if t.is_floating_point() else t for name, t in built.state_dict().items()}
-        self.model.load_state_dict(state, strict=True, assign=True)
-        del built, state
-        self.model.to(device())
+        self.model = library_model(draft.build(random_weights(shape), native_config(shape), verifier, target))
         for name in ("embed_tokens", "verifier_lm_head", "verifier_norm", "lm_head"):
             getattr(self.model, name).requires_grad_(False)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.model.named_parameters(), lr=1e-5, weight_decay=0.01)
-        self.loss = resolve_loss_config("kl_div", "fused" if cuda else "eager")
+        self.loss = library_loss()
         self.steps = shape.steps
         host = host_pack(shape, pack)
         mask = torch.zeros(pack, dtype=torch.bool)

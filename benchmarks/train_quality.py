@@ -29,8 +29,6 @@ from drafter.loop import first_draft
 
 def train_library(folder: Path, run_config: config.Config, dataset_folder: Path, steps: int) -> Path:
     """speculators' model after so many steps, as its checkpoints are."""
-    from speculators.losses import resolve_loss_config
-    from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.dataloader import create_train_val_loaders
 
@@ -42,12 +40,7 @@ def train_library(folder: Path, run_config: config.Config, dataset_folder: Path,
         run_config, verifier.read_verifier(target.model), Dataset(captured, training, [], None)
     )
     built = draft.build(weights, settings, verifier.read_verifier(target.model), target)
-    cuda = torch.cuda.is_available()
-    built.config.transformer_layer_config._attn_implementation = "simple_flex_attention" if cuda else "sdpa"
-    model = Eagle3DraftModel(built.config)
-    model.rotary_emb = built.rotary_emb
-    model.load_state_dict(built.state_dict(), strict=True, assign=True)
-    model.to(bench.device()).float()
+    model = bench.library_model(built)
     draft.trainable(model, train.trainable)
     loader, _ = create_train_val_loaders(
         data_path=str(dataset_folder), total_seq_len=target.max_seq_len, hidden_states_dtype=torch.float32,
@@ -59,7 +52,7 @@ def train_library(folder: Path, run_config: config.Config, dataset_folder: Path,
     )  # fmt: skip
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(parameters, betas=train.betas, weight_decay=train.weight_decay)
-    loss_config, done, epoch = resolve_loss_config("kl_div", "fused" if cuda else "eager"), 0, 0
+    loss_config, done, epoch = bench.library_loss(), 0, 0
     while done < steps:
         loader.batch_sampler.set_epoch(epoch)
         epoch += 1

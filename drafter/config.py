@@ -111,6 +111,11 @@ class Target(Section):
                 raise ConfigError(f"target.{key}: {self.model} has {text!r} as {local[text]}, not as {token}")
 
 
+def _spelled(flag: str) -> str:
+    """vLLM takes a flag with underscores, too."""
+    return flag.replace("_", "-")
+
+
 class Server(Section):
     """One vLLM role. `args` are vLLM's own flags without the dashes; true stands for a bare flag."""
 
@@ -143,9 +148,14 @@ class Server(Section):
     @classmethod
     def _ours(cls, args: dict) -> dict:
         for flag in args:
-            if setting := OURS.get(flag.replace("_", "-")):
+            if setting := OURS.get(_spelled(flag)):
                 raise ValueError(f"{flag} follows from {setting}: leave it out")
         return args
+
+    @property
+    def flags(self) -> dict[str, JsonValue]:
+        """`args` by the one name that vLLM shows for each."""
+        return {_spelled(flag): value for flag, value in self.args.items()}
 
     @model_validator(mode="after")
     def _unit(self):

@@ -159,11 +159,10 @@ def servers(run_config: config.Config) -> Iterator[str]:
             continue
         if own.python and not shutil.which(own.python):
             yield f"servers.{role}.python: no program {own.python}"
-        flags = {flag.replace("_", "-"): value for flag, value in own.args.items()}
-        offered = flags.get("max-model-len", run_config.target.architecture.max_position_embeddings)
+        offered = own.flags.get("max-model-len", run_config.target.architecture.max_position_embeddings)
         needed = readiness.context_needed(run_config, role)
         if isinstance(offered, int) and 0 < offered < needed:
-            where = f"servers.{role}.args.max-model-len" if "max-model-len" in flags else "the model's positions"
+            where = f"servers.{role}.args.max-model-len" if "max-model-len" in own.flags else "the model's positions"
             yield f"{CONTEXT[role]}: {needed - 1} tokens and at least one more do not fit in {offered}, {where}"
 
 
@@ -174,7 +173,7 @@ def drafting(run_config: config.Config) -> Iterator[str]:
         return
     if own.kind != "command":
         yield "servers.evaluate.kind: a drafter is a launch argument, so this role must be a `command`"
-    if any(flag.replace("_", "-") == "disable-log-stats" and value for flag, value in own.args.items()):
+    if own.flags.get("disable-log-stats"):
         yield "servers.evaluate.args: drafts are not counted with disable-log-stats: leave it out"
 
 
