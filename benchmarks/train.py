@@ -527,7 +527,8 @@ def part_files(shape: Shape, arguments) -> None:
             runner.step()
         synchronize()
         metric("files_three_first_steps_s", time.perf_counter() - started)
-        reader = data.Reader(folder, tuple(facts_ids), shape.steps, reasons=False, pin=torch.cuda.is_available())
+        form = tuple(facts_ids), shape.hidden, shape.vocab
+        reader = data.Reader(folder, *form, shape.steps, reasons=False, pin=torch.cuda.is_available())
         own, unused = arguments.workers, float("inf")
         turns = [("cold_at_20k", 20_000, own), ("cold", None, own), ("warm", None, own)]
         turns += [

@@ -100,20 +100,24 @@ class Row:
 
     def check(self) -> None:
         """Raises ContractError when spans, ids or positions contradict each other."""
-        length = len(self.input_ids)
-        problem = None
+        problem = wrong_places(self.supervised, self.think_end, len(self.input_ids))
         if not self.supervised:
             problem = "no supervised span"
-        elif any(not 0 <= start < end <= length for start, end in self.supervised):
-            problem = f"a supervised span outside 0..{length}"
-        elif any(a[1] > b[0] for a, b in zip(self.supervised, self.supervised[1:], strict=False)):
-            problem = "supervised spans overlap or are out of order"
-        elif self.think_end is not None and not 0 <= self.think_end < length:
-            problem = f"think_end {self.think_end} outside 0..{length}"
         elif self.finish_reason not in FINISH_REASONS:
             problem = f"finish_reason {self.finish_reason!r}"
         if problem:
             raise ContractError(f"row {self.row_id}: {problem}")
+
+
+def wrong_places(supervised: list[list[int]], think_end: int | None, length: int) -> str | None:
+    """What contradicts itself in the spans and positions of a row of `length` tokens."""
+    if any(not 0 <= start < end <= length for start, end in supervised):
+        return f"a supervised span outside 0..{length}"
+    if any(a[1] > b[0] for a, b in zip(supervised, supervised[1:], strict=False)):
+        return "supervised spans overlap or are out of order"
+    if think_end is not None and not 0 <= think_end < length:
+        return f"think_end {think_end} outside 0..{length}"
+    return None
 
 
 def cut(spans: list[list[int]], length: int) -> list[list[int]]:
@@ -137,6 +141,18 @@ class IndexEntry:
 
     def to_record(self) -> dict:
         return shallow(self)
+
+    @classmethod
+    def from_record(cls, record: dict) -> "IndexEntry":
+        """Raises ContractError when the record is no entry, or its positions contradict each other."""
+        try:
+            entry = cls(**record)
+            problem = wrong_places(entry.supervised, entry.think_end, entry.tokens)
+        except (TypeError, ValueError) as error:
+            raise ContractError(f"{record.get('row_id')!r} is no entry ({error})") from None
+        if problem:
+            raise ContractError(f"row {entry.row_id}: {problem}")
+        return entry
 
     @property
     def path(self) -> Path:

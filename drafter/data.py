@@ -17,7 +17,7 @@ from torch import Tensor
 from drafter import artifacts, states
 from drafter.attention import Documents
 from drafter.contracts import Counts, IndexEntry, cut
-from drafter.errors import ContractError
+from drafter.errors import ContractError, RowError
 from drafter.pack import ANSWER, REASONING, Pack
 
 INDEX = "index.jsonl"
@@ -68,10 +68,15 @@ def examples(entries: Iterable[IndexEntry], max_seq_len: int, steps: int, counts
 
 
 def read_index(folder: Path) -> list[IndexEntry]:
-    """Raises ContractError on a record that is no index entry."""
+    """Raises ContractError on a record that is no index entry, or on a row that stands there twice."""
+    entries: dict[str, IndexEntry] = {}
     try:
-        return [IndexEntry(**record) for record in artifacts.read_jsonl(folder / INDEX)]
-    except (TypeError, FileNotFoundError, ContractError) as error:
+        for record in artifacts.read_jsonl(folder / INDEX):
+            entry = IndexEntry.from_record(record)
+            if entries.setdefault(entry.row_id, entry) is not entry:
+                raise ContractError(f"row {entry.row_id} stands there twice")
+        return list(entries.values())
+    except (FileNotFoundError, ContractError) as error:
         raise ContractError(f"{folder / INDEX}: {error}; 02_extract_hidden_states.py makes it anew") from None
 
 
@@ -138,12 +143,24 @@ class Step:
 class Plan:
     """The order of training: which rows are in which step. The same on every rank and in every process."""
 
-    def __init__(self, rows: list[Example], capacity: int, packs_per_step: int, epochs: int, seed: int):
+    def __init__(
+        self,
+        rows: list[Example],
+        capacity: int,
+        packs_per_step: int,
+        epochs: int,
+        seed: int,
+        max_steps: int | None = None,
+    ):
         self.steps: list[Step] = []
+        self.packs_per_step = packs_per_step
         for epoch in range(epochs):
+            if max_steps is not None and len(self.steps) >= max_steps:
+                break
             packs = pack(rows, capacity, f"{seed}/{epoch}")
             for start in range(0, len(packs), packs_per_step):
                 self.steps.append(Step(len(self.steps) + 1, epoch, packs[start : start + packs_per_step]))
+        self.steps = self.steps[:max_steps]
         facts = [capacity, packs_per_step, seed, *((row.entry.row_id, row.supervised, row.slots) for row in rows)]
         self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -152,11 +169,7 @@ def token_counts(rows: list[Example], folder: Path, vocab_size: int) -> Tensor:
     """How often each token id is guessed at step 0: [V] int64. Raises ContractError on an id beyond V."""
 
     def guessed(row: Example) -> np.ndarray:
-        ids = _read_header(folder, row).token_ids
-        if len(ids) != row.entry.tokens:
-            raise ContractError(f"{row.entry.path} holds {len(ids)} tokens, the index says {row.entry.tokens}")
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            raise ContractError(f"{row.entry.path}: token {ids.max()} is outside the target's vocabulary")
+        ids = _token_ids(_read_header(folder, row), row, vocab_size)
         return np.concatenate([ids[start + 1 : end] for start, end in row.supervised])
 
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -169,9 +182,20 @@ def token_counts(rows: list[Example], folder: Path, vocab_size: int) -> Tensor:
 class Reader:
     """Makes packs from files of hidden states, in memory that a GPU can copy from."""
 
-    def __init__(self, folder: Path, layer_ids: tuple[int, ...], steps: int, reasons: bool, pin: bool):
+    def __init__(
+        self,
+        folder: Path,
+        layer_ids: tuple[int, ...],
+        hidden_size: int,
+        vocab_size: int,
+        steps: int,
+        reasons: bool,
+        pin: bool,
+    ):
         self.folder = folder
-        self.layer_ids = list(layer_ids)
+        self.layer_ids = layer_ids
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
         self.steps = steps
         self.reasons = reasons  # a row without the end of its reasoning is all reasoning
         self.pin = pin
@@ -182,7 +206,7 @@ class Reader:
             _read_ahead(self.folder / row.entry.path)
         headers = [_read_header(self.folder, row) for row in rows]
         for row, header in zip(rows, headers, strict=True):
-            self._check(row, header)
+            self._check(row, header, headers[0].metadata.get("dtype"))
         total = sum(row.slots for row in rows)
         names = ["hidden_states"] if "hidden_states" in headers[0].spec else ["final", "aux", "aux_scale"]
         buffers = {}
@@ -203,14 +227,13 @@ class Reader:
         )
         return made.map(lambda t: t if t.is_pinned() else t.pin_memory()) if self.pin else made
 
-    def _check(self, row: Example, header: states.Header) -> None:
-        ids = [int(i) for i in header.metadata["layer_ids"].strip("[]").split(",")]
-        if ids != self.layer_ids:
-            raise ContractError(f"{row.entry.path} holds layers {ids}, target.layer_ids is {self.layer_ids}")
-        if len(header.token_ids) != row.entry.tokens:
-            raise ContractError(
-                f"{row.entry.path} holds {len(header.token_ids)} tokens, the index says {row.entry.tokens}"
-            )
+    def _check(self, row: Example, header: states.Header, dtype: states.Dtype) -> None:
+        """One pack has files of one `dtype`."""
+        ids = _token_ids(header, row, self.vocab_size)
+        try:
+            states.check_header(header, row.entry.row_id, ids, self.layer_ids, self.hidden_size, dtype)
+        except RowError as error:
+            raise ContractError(f"{row.entry.path}: {error.detail}") from None
 
     def _layout(self, rows: list[Example], headers: list[states.Header], counts: bool) -> dict:
         """Everything of a pack but the states."""
@@ -248,6 +271,16 @@ def _read_header(folder: Path, row: Example) -> states.Header:
     except FileNotFoundError:
         missing = folder / row.entry.path
         raise ContractError(f"{missing} is missing; 02_extract_hidden_states.py makes it anew") from None
+
+
+def _token_ids(header: states.Header, row: Example, vocab_size: int) -> np.ndarray:
+    """Raises ContractError unless there are as many as the index says, all in the vocabulary."""
+    ids = header.token_ids
+    if len(ids) != row.entry.tokens:
+        raise ContractError(f"{row.entry.path} holds {len(ids)} tokens, the index says {row.entry.tokens}")
+    if not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ContractError(f"{row.entry.path}: tokens {ids.min()} to {ids.max()} are outside the target's vocabulary")
+    return ids
 
 
 def _read_ahead(path: Path) -> None:

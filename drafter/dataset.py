@@ -33,11 +33,11 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
     training, validation = data.split(rows, train.validation_share)
     if not training:
         raise ContractError(
-            f"all {len(rows)} rows are of one conversation, which validation takes: nothing to train on"
+            f"validation takes all {len(rows)} rows, whose conversations are {len({r.entry.conv_id for r in rows})} "
+            f"in number: nothing to train on; a smaller train.validation_share (now {train.validation_share}) or more "
+            "conversations leave some"
         )
     capacity = config.target.max_seq_len
     packs_per_step = max(1, round((train.tokens_per_step or capacity * world) / capacity))
-    order = data.Plan(training, capacity, packs_per_step, train.epochs, config.run.seed)
-    if train.max_steps is not None:
-        del order.steps[train.max_steps :]
+    order = data.Plan(training, capacity, packs_per_step, train.epochs, config.run.seed, train.max_steps)
     return Dataset(folder, training, validation[:VALIDATION_ROWS], order)

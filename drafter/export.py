@@ -204,7 +204,7 @@ def real_rows(config: Config) -> list[states.States]:
         return []
     rows = []
     for record in artifacts.read_jsonl(place / "index.jsonl"):
-        path = place / IndexEntry(**record).path
+        path = place / IndexEntry.from_record(record).path
         if path.exists():
             row = states.read_states(path)
             cut = slice(0, COMPARED_TOKENS)

@@ -29,7 +29,9 @@ def check(drafter: Drafter, config: Config, rows: list[data.Example]) -> dict[st
     *aux, final = config.target.layer_ids
     upper = [layer + 1 for layer in aux]
     captured = tuple(sorted({*aux, *upper, final}))
-    reader = data.Reader(folder, captured, drafter.steps, reasons=False, pin=False)
+    architecture = config.target.architecture
+    shape = architecture.hidden_size, architecture.vocab_size
+    reader = data.Reader(folder, captured, *shape, drafter.steps, reasons=False, pin=False)
     device = drafter.fc.weight.device
     losses = {}
     for ids in (aux, upper):

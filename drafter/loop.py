@@ -102,6 +102,8 @@ class Training:
         reader = data.Reader(
             self.dataset.folder,
             config.target.layer_ids,
+            config.target.architecture.hidden_size,
+            config.target.architecture.vocab_size,
             train.ttt_steps,
             reasons=config.target.think_end is not None,
             pin=self.ranks.device.type == "cuda",
@@ -316,7 +318,7 @@ def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
     return {
         "rows": len(dataset.train),
         "plan": dataset.plan.fingerprint,
-        "packs_per_step": max(len(step.packs) for step in dataset.plan.steps),
+        "packs_per_step": dataset.plan.packs_per_step,
         "trainable": sorted(config.train.trainable),
     }
 

@@ -21,7 +21,7 @@ class FirstLoss:
     def __init__(self, config: Config):
         start, target = config.train.warm_start, config.target
         verifier = read_verifier(target.model)
-        self.layer_ids = target.layer_ids
+        self.form = target.layer_ids, target.architecture.hidden_size, target.architecture.vocab_size
         self.drafter = draft.build(native.check_folder(start, target), native.read_config(start), verifier, target)
         self.drafter.prepare(verifier, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, steps=1)
         self.scale = torch.ones(1)  # one step
@@ -37,7 +37,7 @@ class FirstLoss:
             path = Path(folder, entry.path)
             path.parent.mkdir()
             path.symlink_to(file)
-            pack = data.Reader(Path(folder), self.layer_ids, 1, reasons=False, pin=False).read(rows)
+            pack = data.Reader(Path(folder), *self.form, 1, reasons=False, pin=False).read(rows)
         small = states.compact(pack.states)
         kept = replace(pack, states=small["final"], aux=small["aux"], aux_scale=small["aux_scale"])
         for number, one in enumerate((pack, kept)):

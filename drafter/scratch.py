@@ -81,12 +81,12 @@ def first_weights(
         "midlayer.hidden_norm.weight": torch.ones(hidden),
         "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
         "fc.weight": torch.cat([torch.zeros(hidden, (aux - 1) * hidden), torch.eye(hidden)], 1),
-        "norm.weight": verifier.norm.float(),
+        "norm.weight": verifier.norm.to(torch.float32, copy=True),  # a copy: the teacher's own never train
     }
     if last_layer:
         weights |= _layer_of_target(weights, last_layer, hidden)
     if vocabulary is None:
-        return weights | {"lm_head.weight": verifier.head.float()}
+        return weights | {"lm_head.weight": verifier.head.to(torch.float32, copy=True)}
     kept = torch.zeros(config["vocab_size"], dtype=torch.bool)
     kept[vocabulary] = True
     offsets = vocabulary - torch.arange(len(vocabulary))

@@ -149,17 +149,19 @@ def read_header(path: Path) -> Header:
             if start > len(first):
                 first += os.pread(fd, start - len(first), len(first))
             tree = json.loads(first[8:start])
-            facts = tree.pop("__metadata__")
+            facts = dict(tree.pop("__metadata__"))
             spec = {name: (_TYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in tree.items()}
             offsets = {name: tuple(entry["data_offsets"]) for name, entry in tree.items()}
             low, high = offsets["token_ids"]
+            end = start + max(high for _low, high in offsets.values())
+            if size != end:
+                raise ContractError(f"{path} has {size} bytes, its header says {end}")
+            if any(high - low != _size(*spec[name]) for name, (low, high) in offsets.items()):
+                raise ContractError(f"{path}: shapes and offsets in its header disagree")
+            if spec["token_ids"][0] is not torch.int64:
+                raise ValueError("its token ids are no int64")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ContractError(f"{path} is not a hidden-state file: {error!r}") from None
-        end = start + max(high for _low, high in offsets.values())
-        if size != end:
-            raise ContractError(f"{path} has {size} bytes, its header says {end}")
-        if any(high - low != _size(*spec[name]) for name, (low, high) in offsets.items()):
-            raise ContractError(f"{path}: shapes and offsets in its header disagree")
         ids = first[start + low : start + high]
         if len(ids) < high - low:
             ids += os.pread(fd, high - low - len(ids), start + low + len(ids))

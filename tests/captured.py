@@ -18,6 +18,7 @@ from drafter import train as train_stage
 from tests import tiny_models
 
 HIDDEN, VOCAB, LAYER_IDS = tiny_models.HIDDEN, tiny_models.VOCAB, tiny_models.LAYER_IDS
+FORM = LAYER_IDS, HIDDEN, VOCAB  # what a reader of hidden states expects
 
 
 def write_row(

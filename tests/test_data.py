@@ -134,6 +134,9 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     longer = data.Plan(rows, 128, 4, 3, seed=0)
     assert [s.packs for s in longer.steps[: len(order.steps)]] == [s.packs for s in order.steps]
     assert longer.fingerprint == order.fingerprint != other.fingerprint
+    cut = data.Plan(rows, 128, 4, 10**8, seed=0, max_steps=half + 1)  # epochs that no step needs are not laid out
+    assert [s.packs for s in cut.steps] == [s.packs for s in order.steps[: half + 1]]
+    assert data.Plan(rows, 128, 10**6, 1, seed=0).packs_per_step == 10**6, "what is asked, however few there are"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -174,7 +177,7 @@ def stage(tmp_path):
 
 
 def reader(folder, reasons=False):
-    return data.Reader(folder, captured.LAYER_IDS, 3, reasons, pin=False)
+    return data.Reader(folder, *captured.FORM, 3, reasons, pin=False)
 
 
 def test_a_pack_holds_what_each_slot_is_asked_with(stage):
@@ -320,14 +323,51 @@ def test_files_that_are_not_what_the_index_says_are_refused(tmp_path):
     """H06"""
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]])
     rows = data.examples([made], 64, 3, contracts.Counts(total=1))
-    with pytest.raises(ContractError, match=r"holds layers \[2, 4, 5, 8\], target.layer_ids is \[2, 4, 6, 8\]"):
-        data.Reader(tmp_path, (2, 4, 6, 8), 3, False, False).read(rows)
+    with pytest.raises(ContractError, match=r"layer_ids is \[2,4,5,8\], asked for \[2,4,6,8\]"):
+        data.Reader(tmp_path, (2, 4, 6, 8), *captured.FORM[1:], 3, False, False).read(rows)
     longer = contracts.IndexEntry(**{**made.to_record(), "tokens": 13})
     rows = data.examples([longer], 64, 3, contracts.Counts(total=1))
     with pytest.raises(ContractError, match="holds 12 tokens, the index says 13"):
         reader(tmp_path).read(rows)
     with pytest.raises(ContractError, match="holds 12 tokens, the index says 13"):
         data.token_counts(rows, tmp_path, captured.VOCAB)
+
+
+def recast(path, change):
+    """Change the header of a file, its length kept."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    tree = json.loads(raw[8:start])
+    change(tree)
+    path.write_bytes(raw[:8] + json.dumps(tree, separators=(",", ":")).encode().ljust(start - 8) + raw[start:])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tree: tree["__metadata__"].pop("layer_ids"), "layer_ids is None"),
+        (lambda tree: tree["__metadata__"].update(row_id="f" * 32), "row_id is f"),
+        (lambda tree: tree.update(__metadata__=5), "not a hidden-state file"),
+        (lambda tree: tree["hidden_states"].update(shape=[12, 2, 256]), "expected"),
+        (lambda tree: tree["hidden_states"].update(shape=[-12, -4, 128]), "expected"),
+        (lambda tree: tree["hidden_states"].update(shape="wide"), "not a hidden-state file"),
+        (lambda tree: tree["hidden_states"].update(data_offsets=["a", "b"]), "not a hidden-state file"),
+        (lambda tree: tree.update(states=tree.pop("hidden_states")), "expected"),
+        (lambda tree: tree["token_ids"].update(dtype="F32", shape=[24]), "not a hidden-state file"),
+    ],
+)
+def test_a_header_that_was_damaged_is_one_clear_line(tmp_path, change, named):
+    """H06: each was a traceback in the middle of a night, or rows of another shape."""
+    made = captured.write_row(tmp_path, 0, 12, [[4, 12]])
+    recast(tmp_path / made.path, change)
+    with pytest.raises(ContractError, match=f"{made.row_id}.*{named}"):
+        reader(tmp_path).read(data.examples([made], 64, 3, contracts.Counts(total=1)))
+
+
+def test_plain_and_compact_files_in_one_pack_are_refused(tmp_path):
+    made = [captured.write_row(tmp_path, i, 12, [[4, 12]], dtype=dtype) for i, dtype in enumerate(("bf16", "fp8"))]
+    with pytest.raises(ContractError, match="dtype is"):
+        reader(tmp_path).read(data.examples(made, 64, 3, contracts.Counts(total=2)))
 
 
 def test_a_file_or_an_index_that_is_gone_is_named_with_the_stage_that_makes_it(stage):
@@ -338,19 +378,27 @@ def test_a_file_or_an_index_that_is_gone_is_named_with_the_stage_that_makes_it(s
     for read in (lambda: reader(folder).read(rows), lambda: data.token_counts(rows, folder, captured.VOCAB)):
         with pytest.raises(ContractError, match=f"{path} is missing; 02_extract"):
             read()
-    for content in (None, b"{\n", b"{}\n"):
+    record = rows[0].entry.to_record()
+    lies = [{"supervised": [[4, 13]]}, {"supervised": [[9, 12], [2, 9]]}, {"supervised": 5}, {"supervised": [["a", 2]]}]
+    lies += [{"think_end": record["tokens"]}, {"tokens": "12"}, {"tokens": None}, {"more": 1}]
+    lines = [json.dumps(record | lie).encode() for lie in lies]
+    twice = json.dumps(record).encode()
+    for content in (None, b"{", b"{}", b"[]", *lines, twice + b"\n" + twice):
         if content:
-            (folder / data.INDEX).write_bytes(content)
+            (folder / data.INDEX).write_bytes(content + b"\n")
         with pytest.raises(ContractError, match="02_extract"):
             data.read_index(folder)
+    (folder / data.INDEX).write_bytes(twice + b"\n")
+    assert data.read_index(folder) == [rows[0].entry]
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
     """T11"""
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]], vocab=10_000)
     rows = data.examples([made], 64, 3, contracts.Counts(total=1))
-    with pytest.raises(ContractError, match="outside the target's vocabulary"):
-        data.token_counts(rows, tmp_path, captured.VOCAB)
+    for read in (reader(tmp_path).read, lambda some: data.token_counts(some, tmp_path, captured.VOCAB)):
+        with pytest.raises(ContractError, match="outside the target's vocabulary"):
+            read(rows)  # validation's are not counted, and an embedding has no row for them
 
 
 def test_only_guessed_tokens_are_counted(stage):
@@ -378,7 +426,7 @@ def test_the_loader_keeps_the_order_and_bounds_what_it_holds(tmp_path, workers):
             source.append(members)
             return held.read(members, counts)
 
-    loader = data.Loader(Watched(tmp_path, captured.LAYER_IDS, 3, False, False), torch.device("cpu"), workers)
+    loader = data.Loader(Watched(tmp_path, *captured.FORM, 3, False, False), torch.device("cpu"), workers)
     taken = 0
     for pack, row in zip(loader.packs(([row], True) for row in rows), rows, strict=True):
         assert torch.equal(pack.states, held.read([row]).states)

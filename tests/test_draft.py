@@ -11,7 +11,7 @@ from drafter.attention import Documents
 from drafter.config import Target
 from drafter.errors import ConfigError, ContractError
 from drafter.states import read_states
-from drafter.verifier import read_last_layer, read_verifier
+from drafter.verifier import Verifier, read_last_layer, read_verifier
 from tests import captured, tiny_models
 
 STEPS = 3
@@ -46,7 +46,7 @@ def read(folder, *specs):
     """Examples and a function from examples to a pack."""
     entries = [captured.write_row(folder, i, tokens, spans) for i, (tokens, spans) in enumerate(specs)]
     rows = data.examples(entries, 64, STEPS, contracts.Counts(total=len(entries)))
-    return rows, data.Reader(folder, captured.LAYER_IDS, STEPS, reasons=False, pin=False).read
+    return rows, data.Reader(folder, *captured.FORM, STEPS, reasons=False, pin=False).read
 
 
 def losses_per_step(drafter, pack):
@@ -387,6 +387,16 @@ def test_from_scratch_is_a_native_drafter(target, verifier, size):
         native.check_vocabulary_map(weights["d2t"], weights["t2d"])
     again = scratch.first_weights(settings, verifier, vocabulary, seed=0)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_what_trains_is_never_the_teachers_own(target, verifier):
+    """Of a target in fp32 a master would be the very tensor that the teacher reads, and training would move both."""
+    single = Verifier(verifier.embed.float(), verifier.norm.float(), verifier.head.float(), verifier.eps)
+    settings = scratch.first_config(target, None, 64)
+    model = draft.build(scratch.first_weights(settings, single, None, seed=0), settings, single, target)
+    model.prepare(single, torch.float32, STEPS)
+    trained = {parameter.data_ptr() for parameter in draft.trainable(model, GROUPS).values()}
+    assert trained.isdisjoint(p.data_ptr() for p in model.parameters() if not p.requires_grad)
 
 
 def test_from_scratch_begins_as_the_targets_last_layer(target, verifier):
