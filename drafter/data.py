@@ -279,7 +279,7 @@ def _token_ids(header: states.Header, row: Example, vocab_size: int) -> np.ndarr
     if len(ids) != row.entry.tokens:
         raise ContractError(f"{row.entry.path} holds {len(ids)} tokens, the index says {row.entry.tokens}")
     if not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ContractError(f"{row.entry.path}: tokens {ids.min()} to {ids.max()} are outside the target's vocabulary")
+        raise ContractError(f"{row.entry.path}: ids {ids.min()} to {ids.max()} go outside the target's vocabulary")
     return ids
 
 

@@ -32,10 +32,10 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
         raise ContractError(f"none of the {len(entries)} rows in {folder} has a supervised token: nothing to learn")
     training, validation = data.split(rows, train.validation_share)
     if not training:
+        conversations = len({row.entry.conv_id for row in rows})
         raise ContractError(
-            f"validation takes all {len(rows)} rows, whose conversations are {len({r.entry.conv_id for r in rows})} "
-            f"in number: nothing to train on; a smaller train.validation_share (now {train.validation_share}) or more "
-            "conversations leave some"
+            f"validation takes all {len(rows)} rows, of {conversations} conversations: nothing to train on; lower "
+            f"train.validation_share ({train.validation_share}), or capture more conversations"
         )
     capacity = config.target.max_seq_len
     packs_per_step = max(1, round((train.tokens_per_step or capacity * world) / capacity))

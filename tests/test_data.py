@@ -379,7 +379,7 @@ def test_a_file_or_an_index_that_is_gone_is_named_with_the_stage_that_makes_it(s
         with pytest.raises(ContractError, match=f"{path} is missing; 02_extract"):
             read()
     record = rows[0].entry.to_record()
-    lies = [{"supervised": [[4, 13]]}, {"supervised": [[9, 12], [2, 9]]}, {"supervised": 5}, {"supervised": [["a", 2]]}]
+    lies = [{"supervised": spans} for spans in (5, [["a", 2]], [[4, record["tokens"] + 1]], [[9, 12], [2, 9]])]
     lies += [{"think_end": record["tokens"]}, {"tokens": "12"}, {"tokens": None}, {"more": 1}]
     lines = [json.dumps(record | lie).encode() for lie in lies]
     twice = json.dumps(record).encode()
@@ -397,7 +397,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]], vocab=10_000)
     rows = data.examples([made], 64, 3, contracts.Counts(total=1))
     for read in (reader(tmp_path).read, lambda some: data.token_counts(some, tmp_path, captured.VOCAB)):
-        with pytest.raises(ContractError, match="outside the target's vocabulary"):
+        with pytest.raises(ContractError, match="go outside the target's vocabulary"):
             read(rows)  # validation's are not counted, and an embedding has no row for them
 
 
