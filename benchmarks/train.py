@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 PEAK = 790e12  # dense bf16 matrix FLOP/s measured on an H200
 STAGE = Path(__file__).with_name("train_stage.py")  # the part of that name
-PARTS = {"step": 210, "long": 90, "files": 120, "profile": 60, "stage": 400, "save": 120}  # name -> seconds at most
+PARTS = {"step": 210, "long": 90, "files": 120, "profile": 60, "stage": 400}  # name -> seconds at most
 
 
 @dataclass(frozen=True)
@@ -598,31 +598,6 @@ def plain_reads(paths: list[Path], threads: int, flags: int) -> float:
         for done in [pool.submit(read) for _ in range(threads)]:
             done.result()
     return time.perf_counter() - started
-
-
-def part_save(shape: Shape, arguments) -> None:
-    """A checkpoint of fp32 masters and moments, from the GPU to durable files: what a signal waits for."""
-    import torch
-
-    from drafter import checkpoint, draft
-
-    with scratch() as folder:
-        runner = Ours(shape, shape.pack, folder)
-        runner.step()
-        synchronize()
-        started = time.perf_counter()
-        weights = {name: t.cpu() for name, t in draft.native_weights(runner.model, keep_embedding=False).items()}
-        moments = {}
-        for number, parameter in enumerate(runner.parameters):
-            for kind in ("exp_avg", "exp_avg_sq"):
-                moments[f"{number}.{kind}"] = runner.optimizer.state[parameter][kind].cpu()
-        metric("save_copy_s", time.perf_counter() - started)
-        checkpoint.save(checkpoint.step_path(folder, 1), weights, {}, moments, {})
-        metric("save_s", time.perf_counter() - started)
-        size = sum(t.numel() * t.element_size() for t in (*weights.values(), *moments.values()))
-        metric("save_gb", size / 1e9)
-        del runner
-        torch.cuda.empty_cache()
 
 
 def parse(description: str) -> argparse.Namespace:

@@ -79,12 +79,12 @@ def train_library(folder: Path, run_config: config.Config, dataset_folder: Path,
 def main() -> None:
     arguments = bench.parse(__doc__)
     with bench.scratch() as folder:
-        ours = train_stage.take_run(folder, Path(arguments.captured), arguments.tiny)
+        ours = train_stage.take_run(folder, Path(arguments.captured), train_stage.SMOLLM2)
         changes = {"train.epochs": arguments.epochs, "train.lr": 1e-3, "train.draft_vocab_size": 4096}
         changes |= {"target.max_seq_len": 512, "train.precision": "fp32"}
         changes |= {"run.take.02_hidden_states": folder / "runs/bench/02_hidden_states"}
         ours += [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-        theirs, _ = train_stage.make_library_run(folder, ours, arguments.tiny)
+        theirs, _ = train_stage.make_library_run(folder, ours)
         own = folder / "runs/turn0/04_train"
         started = time.perf_counter()
         subprocess.run([sys.executable, *ours, "--set", "run.name=turn0"], check=True, stdout=subprocess.DEVNULL)

@@ -220,7 +220,7 @@ class Runs:
 
     def __init__(self, folder: Path, world: int, tiny: bool):
         self.folder = folder
-        self.script = train_stage.make_run(folder, tiny)
+        self.script = train_stage.make_run(folder, *train_stage.ROWS[tiny])
         self.tolerance = TOLERANCE["bf16" if "train.precision=bf16" in self.script else "fp32"]
         self.script += [
             "--set",

@@ -25,18 +25,22 @@ import train as bench
 from drafter import checkpoint, contracts, data, native, scratch, states
 
 VALIDATION_SHARE = 0.1
+SMOLLM2 = bench.Shape(576, 1536, 9, 3, 64, 49152, 32000, pack=4096, row=300)
+TINY = bench.Shape(64, 170, 1, 1, 64, 512, 256, pack=512, row=300)
+ROWS = {False: (SMOLLM2, 2000), True: (TINY, 40)}  # by --tiny
 
 
-def make_run(folder: Path, tiny: bool) -> list[str]:
-    """A finished stage 02 of random states in SmolLM2's shape, 2,000 rows; the command line that trains on it."""
-    hidden, vocab, rows = (64, 512, 40) if tiny else (576, 49152, 2000)
+def make_run(folder: Path, shape: bench.Shape, rows: int) -> list[str]:
+    """A finished stage 02 of random states, rows of half to one and a half `shape.row` tokens; the command line that
+    trains on it."""
+    hidden, vocab = shape.hidden, shape.vocab
     model = folder / "model"
     model.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 30,
-        "hidden_size": hidden, "intermediate_size": hidden * 8 // 3, "num_attention_heads": hidden // 64,
-        "num_key_value_heads": 1 if tiny else 3, "head_dim": 64, "vocab_size": vocab, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 1e5,
+        "hidden_size": hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": vocab, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2 * shape.pack, "tie_word_embeddings": True, "rope_theta": 1e5,
     }  # fmt: skip
     (model / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
@@ -46,10 +50,10 @@ def make_run(folder: Path, tiny: bool) -> list[str]:
     captured = folder / "runs/bench/02_hidden_states"
     captured.mkdir(parents=True)
     records = []
-    drawn = torch.randn(2048, 4, hidden, generator=generator).bfloat16()  # each row is a stretch of these
+    drawn = torch.randn(2 * shape.row, 4, hidden, generator=generator).bfloat16()  # each row is a stretch of these
     for index in range(rows):
         row_id = f"{index:032x}"[::-1]
-        tokens = int(torch.randint(150, 450, (), generator=generator))
+        tokens = int(torch.randint(shape.row // 2, shape.row * 3 // 2, (), generator=generator))
         first = int(torch.randint(len(drawn) - tokens, (), generator=generator))
         path = captured / contracts.states_path(row_id)
         path.parent.mkdir(exist_ok=True)
@@ -64,14 +68,14 @@ def make_run(folder: Path, tiny: bool) -> list[str]:
     (captured / "index.jsonl").write_text("\n".join(records) + "\n")
     manifest = {"stage": "02_hidden_states", "status": "complete", "question": {"schema": contracts.SCHEMA}}
     (captured / "manifest.json").write_text(json.dumps(manifest))
-    return train_command(folder, model, [2, 15, 27, 30], tiny)
+    return train_command(folder, model, [2, 15, 27, 30], shape)
 
 
-def train_command(folder: Path, model: Path, layer_ids: list[int], tiny: bool) -> list[str]:
+def train_command(folder: Path, model: Path, layer_ids: list[int], shape: bench.Shape) -> list[str]:
     """04_train.py over the stage 02 of `folder`/runs/bench, with what speculators is told as well."""
     settings = {
         "run.name": "bench", "run.dir": folder / "runs", "target.model": model, "target.layer_ids": layer_ids,
-        "target.max_seq_len": 512 if tiny else 4096, "train.draft_vocab_size": 256 if tiny else 32000,
+        "target.max_seq_len": shape.pack, "train.draft_vocab_size": shape.draft_vocab,
         "train.lr": 1e-4, "train.epochs": 3, "train.precision": "bf16" if torch.cuda.is_available() else "fp32",
         "train.trainable": "[layer, fc, norms]", "train.validation_share": VALIDATION_SHARE,
         "train.validate_every": 150, "train.save_every": 150,
@@ -82,13 +86,13 @@ def train_command(folder: Path, model: Path, layer_ids: list[int], tiny: bool) -
     return command
 
 
-def take_run(folder: Path, captured: Path, tiny: bool) -> list[str]:
+def take_run(folder: Path, captured: Path, shape: bench.Shape) -> list[str]:
     """The same over the finished stage 02 of another run, with that run's target."""
     (folder / "runs/bench").mkdir(parents=True)
     (folder / "runs/bench/02_hidden_states").symlink_to(captured.resolve() / "02_hidden_states")
     target = yaml.safe_load((captured / "02_hidden_states/config.yaml").read_text())["target"]
     (folder / "model").symlink_to(Path(target["model"]).resolve())
-    return train_command(folder, folder / "model", target["layer_ids"], tiny)
+    return train_command(folder, folder / "model", target["layer_ids"], shape)
 
 
 def stage_turn(line: list[str], environment: dict[str, str], name: str, folder: Path) -> None:
@@ -129,7 +133,7 @@ if __name__ == "__main__":
 """
 
 
-def make_library_run(folder: Path, ours: list[str], tiny: bool) -> tuple[list[str], int]:
+def make_library_run(folder: Path, ours: list[str]) -> tuple[list[str], int]:
     """The same rows as speculators reads them; its command line, and the tokens of an epoch."""
     from datasets import Dataset
 
@@ -203,9 +207,12 @@ def as_served(ours: list[str], environment: dict[str, str], folder: Path, librar
 def main() -> None:
     arguments = bench.parse(__doc__)
     with bench.scratch() as folder:
-        make = take_run if arguments.captured else make_run
-        ours = make(folder, *([Path(arguments.captured)] if arguments.captured else []), arguments.tiny)
-        theirs, rows = make_library_run(folder, ours, arguments.tiny)
+        shape, rows = ROWS[arguments.tiny]
+        if arguments.captured:
+            ours = take_run(folder, Path(arguments.captured), shape)
+        else:
+            ours = make_run(folder, shape, rows)
+        theirs, rows = make_library_run(folder, ours)
         ours += ["--set", f"train.epochs={arguments.epochs}", "--set", f"train.loader_workers={arguments.workers}"]
         ours += ["--set", f"run.take.02_hidden_states={folder}/runs/bench/02_hidden_states"]
         theirs, trained = [*theirs, "--epochs", str(arguments.epochs)], arguments.epochs * rows

@@ -46,6 +46,11 @@ def save(
             (part / file).chmod(0o644)  # safetensors makes them private to the user
 
 
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write the state of a step folder anew."""
+    artifacts.write_json(path / STATE, state)
+
+
 def complete_steps(folder: Path) -> list[Path]:
     """Complete step folders, oldest first."""
     if not folder.is_dir():
@@ -59,11 +64,18 @@ def missing_files(path: Path) -> list[str]:
 
 
 def best_step(folder: Path) -> Path:
-    """The complete step that validated best, the newest of equals. Raises ContractError when there is none."""
+    """The complete step that validated best, the newest of equals; of steps that a signal saved before they were
+    validated, the newest, where there are no others. Raises ContractError when there is none."""
     steps = complete_steps(folder)
     if not steps:
         raise ContractError(f"no complete step in {folder}")
-    return max(steps, key=lambda path: (read_state(path)["expected_acceptance"], step_number(path)))
+
+    def merit(path: Path) -> tuple[bool, float, int]:
+        state = read_state(path, "step", "validated")
+        validated = state["validated"] == state["step"]
+        return validated, state["expected_acceptance"] if validated else 0.0, step_number(path)
+
+    return max(steps, key=merit)
 
 
 def read_state(path: Path, *needed: str) -> dict[str, Any]:

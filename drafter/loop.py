@@ -1,5 +1,6 @@
 """The training loop: steps, validations and checkpoints. One process or many, the same code and the same order."""
 
+import contextlib
 import math
 import signal
 import time
@@ -30,7 +31,8 @@ class Position:
     tokens: int = 0
     best: float = 0.0  # expected acceptance of the best validation
     stale: int = 0  # validations since then
-    expected_acceptance: float = 0.0  # of the last validation at or before this step
+    validated: int = -1  # step of the last validation; -1: none yet
+    expected_acceptance: float = 0.0  # of that validation
     seconds_per_step: float = 0.0
 
 
@@ -48,7 +50,7 @@ class Training:
         self._prepare()
         self._say_facts()
         if self.ranks.main:
-            self.metrics = Metrics(self.stage.folder, self.position.step)
+            self.metrics = Metrics(self.stage.folder, self.position.step, self.position.validated)
         self._listen()
         started, before = time.perf_counter(), self.position.tokens
         steps = self.dataset.plan.steps
@@ -57,8 +59,7 @@ class Training:
         shares = (item for step in remaining for item in step.share(self.ranks.rank, self.ranks.world))
         self.stream = self.loader.packs(shares)
         try:
-            if self.position.step == 0:
-                self._validate()
+            self._catch_up()
             for step in remaining:
                 if self._gave_up():
                     break
@@ -67,11 +68,12 @@ class Training:
                     progress.advance(
                         1, **{key: figures[key] for key in ("loss", "expected_acceptance", "tokens_per_s")}
                     )
-                self._after(step.number, last=step is steps[-1])
-                if figures["stop"]:
-                    if not self._saved(step.number):
-                        self._save()
-                    raise Interrupted(figures["stop"])
+                stop = figures["stop"] or (self._validate() if self._validates(step.number) else 0)
+                if stop or self._saves(step.number):
+                    self._save()
+                    stop = stop or self._stop()
+                if stop:
+                    raise Interrupted(stop)
         finally:
             if progress:
                 progress.close()
@@ -193,8 +195,8 @@ class Training:
             sums += stats
         norm = self.optimizer.clip()
         # One transfer a step brings everything the host must know, before the update.
-        received = sums.new_tensor([float(self.signal == signum) for signum in interrupts.SIGNALS])
-        sums = self.ranks.sum(torch.cat([sums.flatten(), received]))
+        said = self._said()
+        sums = self.ranks.sum(torch.cat([sums.flatten(), said]))
         *flat, norm = torch.cat([sums, norm.reshape(1).to(sums.dtype)]).tolist()
         if not math.isfinite(norm):
             names = [row.entry.row_id for rows, _ in share for row in rows]
@@ -206,8 +208,7 @@ class Training:
         self.position.step = step.number
         self.position.tokens += step.tokens
         self.position.seconds_per_step = seconds
-        counts, received = flat[: -len(received)], flat[-len(received) :]
-        stop = next((signum for signum, said in zip(interrupts.SIGNALS, received, strict=True) if said), 0)
+        counts, received = flat[: -len(said)], flat[-len(said) :]
         figures = summary(torch.tensor(counts).view(2, train.ttt_steps, len(draft.STATS)).sum(0))
         figures = {
             "epoch": step.epoch,
@@ -223,33 +224,59 @@ class Training:
             figures["memory_gib"] = round(torch.cuda.max_memory_allocated(self.ranks.device) / artifacts.GIB, 2)
         if self.metrics:
             self.metrics.write("train", step.number, figures)
-        return figures | {"stop": stop}
+        return figures | {"stop": self._received(received)}
 
-    def _after(self, step: int, last: bool) -> None:
-        """Validate and save where it is due. What is saved has always been validated."""
-        train = self.config.train
-        save = last or step % train.save_every == 0
-        if save or step % train.validate_every == 0:
-            self._validate()
-        if save:
-            self._save()
+    def _said(self) -> torch.Tensor:
+        """Which signal this rank has received: to be summed, so that all ranks stop at the same place."""
+        said = [float(self.signal == signum) for signum in interrupts.SIGNALS]
+        return torch.tensor(said, device=self.ranks.device)
 
-    def _validate(self) -> None:
+    def _stop(self) -> int:
+        return self._received(self.ranks.sum(self._said()).tolist())
+
+    @staticmethod
+    def _received(said: list[float]) -> int:
+        """The signal that any rank received, or 0."""
+        return next((signum for signum, ranks in zip(interrupts.SIGNALS, said, strict=True) if ranks), 0)
+
+    def _saves(self, step: int) -> bool:
+        return step > 0 and (step % self.config.train.save_every == 0 or step == len(self.dataset.plan.steps))
+
+    def _validates(self, step: int) -> bool:
+        """Where it is due: what is saved has always been validated, but for what a signal saves."""
+        return self._saves(step) or step % self.config.train.validate_every == 0
+
+    def _catch_up(self) -> None:
+        """The validation before step 1, or the one that a signal did not wait for."""
+        position = self.position
+        if position.validated == position.step or not self._validates(position.step):
+            return
+        if stop := self._validate():
+            raise Interrupted(stop)
+        if position.step:
+            path = checkpoint.step_path(self.stage.folder, position.step)
+            self.ranks.on_main(lambda: checkpoint.save_state(path, self._state()))
+
+    def _validate(self) -> int:
+        """Measure on the held-out rows. Returns 0, or the signal that ended it early: it is still due then."""
         started = time.perf_counter()
         packs = data.pack(self.dataset.validation, self.config.target.max_seq_len, seed=None)
         share = data.Step(0, 0, packs).share(self.ranks.rank, self.ranks.world)
         sums = torch.zeros(2, self.config.train.ttt_steps, len(draft.STATS), device=self.ranks.device)
         scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
-        with torch.no_grad():
-            for pack in self.loader.packs(share):
+        with torch.no_grad(), contextlib.closing(self.loader.packs(share)) as packs:
+            for pack in packs:
                 sums += self.wrapped(pack, scale)[1]
+                if stop := self._stop():
+                    return stop
         figures = summary_by_region(self.ranks.sum(sums).cpu())
         position, acceptance = self.position, figures["expected_acceptance"]
+        position.validated = position.step
         position.stale = 0 if acceptance > position.best else position.stale + 1
         position.best = max(position.best, acceptance)
         position.expected_acceptance = acceptance
         if not self.ranks.main:
-            return
+            return 0
         self.metrics.write(
             "validation", position.step, figures | {"seconds": round(time.perf_counter() - started, 3)}
         )
@@ -259,6 +286,7 @@ class Training:
         )  # fmt: skip
         if position.step == 0:
             self.stage.facts["expected_acceptance_before"] = acceptance
+        return 0
 
     def _gave_up(self) -> bool:
         """Whether validation has not improved for too long: asked before a step, so that a resumed run stops too."""
@@ -266,28 +294,19 @@ class Training:
         if not patience or self.position.stale < patience:
             return False
         say("step %d: no better for %d validations, stopping early", step, patience)
-        if not self._saved(step):
+        if not checkpoint.step_path(self.stage.folder, step).exists():
             self._save()
         return True
-
-    def _saved(self, step: int) -> bool:
-        return checkpoint.step_path(self.stage.folder, step).exists()
 
     def _save(self) -> None:
         """Gather on rank 0 and write there. Raises ResumableError when the disk is full; earlier steps stay."""
         weights = parallel.gathered(draft.native_weights(self.model, self.keeps_embedding), self.ranks)
         moments = parallel.gathered(self.optimizer.moments(), self.ranks)
-        state = (
-            asdict(self.position)
-            | identity(self.config, self.dataset)
-            | {"ranks": self.ranks.world, "parallel": self.kind}
-        )
-        state |= {key: self.stage.facts[key] for key in BEFORE if key in self.stage.facts}
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
         def write() -> None:
             self.metrics.sync()
-            checkpoint.save(path, weights, self.settings, moments, state)
+            checkpoint.save(path, weights, self.settings, moments, self._state())
             checkpoint.prune(self.stage.folder, self.config.train.keep_checkpoints)
 
         try:
@@ -296,6 +315,11 @@ class Training:
             done = checkpoint.complete_steps(self.stage.folder)
             kept = done[-1].name if done else "nothing"
             raise ResumableError(f"step {self.position.step} could not be saved ({error}); {kept} is kept") from None
+
+    def _state(self) -> dict[str, Any]:
+        state = asdict(self.position) | identity(self.config, self.dataset)
+        state |= {"ranks": self.ranks.world, "parallel": self.kind}
+        return state | {key: self.stage.facts[key] for key in BEFORE if key in self.stage.facts}
 
     def _finish(self, seconds: float, tokens: int) -> None:
         """`tokens` were trained in these `seconds`: those of this call, validations and checkpoints included."""

@@ -41,12 +41,15 @@ def _rounded(values: Tensor) -> list[float]:
 
 
 class Metrics:
-    """Writes both sinks. A resumed run drops the records after its checkpoint: every step stands there once."""
+    """Writes both sinks. A resumed run drops the records after its checkpoint: every step stands there once.
 
-    def __init__(self, folder: Path, step: int):
-        path = folder / "metrics.jsonl"
+    `step` is the checkpoint's, `validated` that of its last validation.
+    """
+
+    def __init__(self, folder: Path, step: int, validated: int):
+        path, last = folder / "metrics.jsonl", {"train": step, "validation": validated}
         if path.exists():
-            kept = [record for record in artifacts.read_jsonl(path) if record["step"] <= step]
+            kept = [record for record in artifacts.read_jsonl(path) if record["step"] <= last[record["kind"]]]
             artifacts.write_text(path, "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in kept))
         self._journal = artifacts.Journal(path)
         try:

@@ -16,9 +16,10 @@ WEIGHTS = {"fc.weight": torch.randn(8, 8), "d2t": torch.arange(4), "t2d": torch.
 MOMENTS = {"fc.weight.exp_avg": torch.randn(8, 8), "fc.weight.exp_avg_sq": torch.rand(8, 8)}
 
 
-def save(folder, step, acceptance=1.0):
+def save(folder, step, acceptance=1.0, validated=None):
     path = checkpoint.step_path(folder, step)
-    checkpoint.save(path, WEIGHTS, {"hidden_size": 8}, MOMENTS, {"expected_acceptance": acceptance, "step": step})
+    state = {"expected_acceptance": acceptance, "step": step, "validated": step if validated is None else validated}
+    checkpoint.save(path, WEIGHTS, {"hidden_size": 8}, MOMENTS, state)
     return path
 
 
@@ -34,7 +35,7 @@ def test_a_step_comes_back_bit_for_bit(tmp_path):
         assert torch.equal(weights[name], tensor) and weights[name].dtype == tensor.dtype
     for name, tensor in checkpoint.read_moments(path).items():
         assert torch.equal(tensor, MOMENTS[name])
-    assert checkpoint.read_state(path) == {"expected_acceptance": 1.25, "step": 7}
+    assert checkpoint.read_state(path) == {"expected_acceptance": 1.25, "step": 7, "validated": 7}
     assert all((path / name).stat().st_mode & 0o777 == 0o644 for name in checkpoint.FILES)
 
 
@@ -49,6 +50,17 @@ def test_best_and_newest(tmp_path):
         save(tmp_path, step, acceptance)
     assert checkpoint.best_step(tmp_path).name == "step-00000040"
     assert names(checkpoint.complete_steps(tmp_path))[-1] == "step-00000040"
+
+
+def test_what_a_signal_saved_is_never_taken_for_the_validation_before_it(tmp_path):
+    """T12: step 25 carries the figure of step 20, which it has not earned."""
+    save(tmp_path, 5, 0.0, validated=-1)
+    assert checkpoint.best_step(tmp_path).name == "step-00000005", "the only one"
+    for step, acceptance, validated in ((10, 1.3, 10), (20, 1.5, 20), (25, 1.5, 20), (30, 1.4, 30)):
+        save(tmp_path, step, acceptance, validated)
+    assert checkpoint.best_step(tmp_path).name == "step-00000020"
+    checkpoint.prune(tmp_path, 1)
+    assert names(checkpoint.complete_steps(tmp_path)) == ["step-00000020", "step-00000030"]
 
 
 def test_the_last_few_and_the_best_are_kept(tmp_path):

@@ -58,7 +58,8 @@ def save_step(run: config.Config, weights: dict[str, torch.Tensor], step: int = 
     folder = run.stage_dir("04_train")
     path = checkpoint.step_path(folder, step)
     settings = native.read_config(run.train.warm_start)
-    checkpoint.save(path, weights, settings, {"moment": torch.zeros(1)}, {"expected_acceptance": acceptance})
+    state = {"expected_acceptance": acceptance, "step": checkpoint.step_number(path)}
+    checkpoint.save(path, weights, settings, {"moment": torch.zeros(1)}, state | {"validated": state["step"]})
     artifacts.write_json(folder / "manifest.json", {"question": {}, "facts": {}})
     return path
 

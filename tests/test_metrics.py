@@ -20,7 +20,7 @@ def scalars(folder):
 
 
 def test_every_number_becomes_a_scalar(tmp_path):
-    log = metrics.Metrics(tmp_path, 0)
+    log = metrics.Metrics(tmp_path, 0, -1)
     log.write("train", 1, FIGURES)
     log.write("validation", 1, {"loss": [1.25]})
     log.close()
@@ -31,11 +31,11 @@ def test_every_number_becomes_a_scalar(tmp_path):
 
 
 def write_and_resume(folder):
-    log = metrics.Metrics(folder, 0)
+    log = metrics.Metrics(folder, 0, -1)
     for step in (1, 2, 3):
         log.write("train", step, FIGURES | {"lr": 1.0 * step})
     log.close()
-    log = metrics.Metrics(folder, 2)
+    log = metrics.Metrics(folder, 2, 2)
     log.write("train", 3, FIGURES | {"lr": 30.0})
     log.close()
 
@@ -45,6 +45,18 @@ def test_a_resumed_run_records_every_step_once(tmp_path):
     write_and_resume(tmp_path)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(record["step"], record["lr"]) for record in records] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+@pytest.mark.parametrize(("validated", "kept"), [(-1, []), (0, [0]), (2, [0, 2])])
+def test_a_resumed_run_records_every_validation_once(tmp_path, validated, kept):
+    """T12: of the one before step 1 too, which a kill before the first checkpoint has made again."""
+    log = metrics.Metrics(tmp_path, 0, -1)
+    for step in (0, 2):
+        log.write("validation", step, {"loss": [1.25]})
+    log.close()
+    metrics.Metrics(tmp_path, 2, validated).close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == kept
 
 
 def test_a_resumed_run_shows_every_step_once(tmp_path):

@@ -138,6 +138,42 @@ def test_stopping_and_resuming_changes_nothing(undisturbed, target, warm_start, 
     assert resumed["facts"] | {"tokens_per_second": 0} == undisturbed[1]["facts"] | {"tokens_per_second": 0}
 
 
+@pytest.mark.parametrize("stop", [0, 4, 16])
+def test_a_signal_waits_for_no_validation_which_is_made_up(
+    undisturbed, target, warm_start, tmp_path, monkeypatch, stop
+):
+    """T12: validating a night's held-out rows takes as long as a save, and both together too long for a signal."""
+    path, validate = captured.write_run(tmp_path, target, warm_start=warm_start), loop.Training._validate
+
+    def struck(self):
+        if self.position.step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return validate(self)
+
+    monkeypatch.setattr(loop.Training, "_validate", struck)
+    assert captured.train(path)[0] == 143
+    assert [r["step"] for r in captured.metrics(path, "validation")] == list(range(0, stop, 4))
+    monkeypatch.undo()
+    code, resumed = captured.train(path)
+    assert code == 0
+    assert_same(everything(path), undisturbed[2])
+    assert captured.metrics(path, "validation") == captured.metrics(undisturbed[0], "validation")
+    assert resumed["facts"]["best"] == undisturbed[1]["facts"]["best"]
+
+
+def test_a_signal_while_saving_waits_for_that_save_alone(target, warm_start, tmp_path, monkeypatch):
+    path, save = captured.write_run(tmp_path, target, warm_start=warm_start), checkpoint.save
+
+    def struck(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*args)
+
+    monkeypatch.setattr(checkpoint, "save", struck)
+    assert captured.train(path)[0] == 143
+    assert [checkpoint.step_number(step) for step in checkpoint.complete_steps(folder(path))] == [4]
+    assert len(captured.metrics(path)) == 4
+
+
 def test_what_is_measured_before_the_first_step_is_never_lost(undisturbed, target, warm_start, tmp_path, monkeypatch):
     """A kill before the first checkpoint has it measured again, later ones find it there."""
     path = captured.write_run(tmp_path, target, warm_start=warm_start)
