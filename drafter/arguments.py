@@ -42,9 +42,9 @@ def read(argv: list[str] | None) -> argparse.Namespace:
 
     Raises ConfigError for arguments that are wrong, or say nothing together: none is ignored in silence.
     """
-    args = parser().parse_args(argv)
+    args = parser().parse_intermixed_args(argv)  # CONFIG and status stand on whichever side of a flag
     args.status = "status" in args.config
-    paths = [word for word in args.config if word != "status"]
+    paths = [*(word for word in args.config if word != "status"), *args.named]
     if len(paths) > 1:
         raise ConfigError(f"one config a run, not {' and '.join(paths)}")
     args.config = paths[0] if paths else None
@@ -73,6 +73,14 @@ def read(argv: list[str] | None) -> argparse.Namespace:
 def parser() -> Parser:
     result = Parser(prog="run_pipeline.sh", description="Every stage in its turn, each with the server it needs.")
     result.add_argument("config", nargs="*", metavar="[status] [CONFIG]", help="default: SmolLM2 on this machine")
+    result.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        dest="named",
+        metavar="CONFIG",
+        help="the same, as the stages take it",
+    )
     which = result.add_mutually_exclusive_group()
     which.add_argument("--from", dest="first", metavar="NN", help=f"start at this stage ({', '.join(NUMBERS)})")
     which.add_argument("--only", metavar="NN", help="this stage alone")

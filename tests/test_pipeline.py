@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import artifacts, config, found, machine, pipeline, process, server, supervise
+from drafter import arguments, artifacts, config, found, machine, pipeline, process, server, supervise
 from drafter.errors import ConfigError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -662,6 +662,18 @@ def test_arguments_that_contradict_each_other_are_refused(call, monkeypatch, cap
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
     assert pipeline.main([*call.split(), str(CPU_CONFIG)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "status CONFIG --set a.b=1", "CONFIG --set a.b=1 status", "status --set a.b=1 CONFIG",
+        "--config CONFIG --set a.b=1 status",
+    ],
+)  # fmt: skip
+def test_the_config_and_status_stand_on_either_side_of_a_flag(call):
+    args = arguments.read(call.replace("CONFIG", str(CPU_CONFIG)).split())
+    assert (args.config, args.status, args.overrides) == (str(CPU_CONFIG), True, ["a.b=1"])
 
 
 def test_on_event_hears_stage_end_failure_and_finish(night):
