@@ -425,7 +425,7 @@ def _value(text: str) -> Any:
 def _explain(error: dict) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] != "extra_forbidden":
-        return f"{where}: {error['msg']}"
+        return f"{where}: {error['msg'].removeprefix('Value error, ')}"
     known = list(_fields_at(Config, error["loc"][:-1]))
     nearest = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
     return f"unknown key {where}, " + (f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}")

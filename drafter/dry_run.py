@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from drafter import artifacts, config, preflight, prompts
+from drafter.errors import StageError
+from drafter.stage import read_taken
 
 UNITS: dict[config.StageName, str] = {
     "01b_synthetic": "requests to answer",
@@ -15,13 +17,22 @@ UNITS: dict[config.StageName, str] = {
 
 def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
     """The page, from what the stages' own `--dry-run` say. Raises ContractError on a broken manifest."""
-    asked = [each["stage"] for each in plans]
+    asked = [each["stage"] for each in plans if each["stage"] not in run_config.run.take]
     found = preflight.findings(run_config, asked)
     without_input = preflight.missing_inputs(run_config, asked).values()
     yield f"run {run_config.run.name} in {run_config.run_dir}"
     to_come: set[config.StageName] = set()  # whose output is not all there yet
     for each in plans:
         name = each["stage"]
+        if name in run_config.run.take:
+            yield f"  {name:<17} taken from {run_config.run.take[name]}"
+            try:
+                read_taken(run_config, name)
+            except StageError as error:
+                to_come.add(name)
+                found[str(error)] = name
+                yield f"      ! {error}"
+            continue
         before = [needed for needed in preflight.inputs(run_config, name) if needed in to_come]
         lacks_input = name in without_input
         if not before and not lacks_input:  # else its findings are about what is not there yet

@@ -41,7 +41,10 @@ def sizes(run_config: config.Config, fallback: Profile) -> Sizes:
 
 
 def estimate(run_config: config.Config, known: Rates, size: Sizes, conversations: int) -> list[Estimate]:
-    """Stage by stage for so many conversations, some of which are held out; before them, the warm start's trial."""
+    """Stage by stage for so many conversations, some of which are held out; before them, the warm start's trial.
+
+    A stage taken from another run costs nothing.
+    """
     train, rows = run_config.train, rows_of(run_config, conversations)
     written = known.answer_tokens * rows
     longest = run_config.target.max_seq_len
@@ -50,7 +53,7 @@ def estimate(run_config: config.Config, known: Rates, size: Sizes, conversations
     checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
     start, none = known.start_seconds, exactly(0)
     trial = [Estimate(TRIAL, Range(10, 60, 300), start, 0, 0)] if known.trial else []
-    return [
+    parts = [
         *trial,
         Estimate(
             "01b_synthetic",
@@ -76,6 +79,7 @@ def estimate(run_config: config.Config, known: Rates, size: Sizes, conversations
         Estimate("05_export", known.export, none, 0, size.drafter_parameters * 2),
         _acceptance(run_config, known),
     ]
+    return [Estimate(p.stage, none, none, 0, 0) if p.stage in run_config.run.take else p for p in parts]
 
 
 def _acceptance(run_config: config.Config, known: Rates) -> Estimate:

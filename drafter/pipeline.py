@@ -33,7 +33,7 @@ from drafter import (
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
 from drafter.found import Found
 from drafter.machine import Machine, only_logged
-from drafter.stage import of_the_machine, read_manifest, summarise
+from drafter.stage import of_the_machine, read_manifest, read_taken, summarise
 
 log = logging.getLogger("drafter")
 
@@ -130,10 +130,9 @@ class Pipeline:
         A step that never ended well has its end left, even when no row is: it may lack its input, and only its
         manifest makes it complete. Raises ConfigError when the step refuses its config.
         """
-        taken = self.config.run.take.get(step.stage)
-        if taken and not read_manifest(taken):
-            raise ConfigError(f"run.take: no finished {step.stage} in {taken}")
-        return 0 if taken else self.plan(step)["pending"] or len(self._unfinished((step,)))
+        if read_taken(self.config, step.stage):
+            return 0
+        return self.plan(step)["pending"] or len(self._unfinished((step,)))
 
     def plan(self, step: Step, *verbs: str) -> dict:
         return self.plans((step,), *verbs)[0]

@@ -147,7 +147,7 @@ def page(
     body = [
         [
             part.stage,
-            duration(part.seconds),
+            "taken from another run" if part.stage in run_config.run.take else duration(part.seconds),
             duration(part.start_seconds) if part.start_seconds.high else "",
             f"{part.tokens / 1e6:.2f} M" if part.tokens else "",
             size(part.bytes) if part.bytes else "",
@@ -269,7 +269,7 @@ def _platforms(run_config: config.Config, asked: int) -> list[str]:
         )[:3]  # without a trial
         made = generate.seconds + extract.start_seconds + extract.seconds + train.seconds
         rows.append([other.title, duration(made), dollars(made, other.usd_per_hour)])
-        if other.usd_per_hour.high:
+        if other.usd_per_hour.high and extract.bytes:
             hours = moving(extract.bytes) * (1 / 3600)
             cost = f"{hours.low * other.usd_per_hour.low:.0f} to {hours.high * other.usd_per_hour.high:.0f} USD"
             moves.append(
@@ -280,7 +280,9 @@ def _platforms(run_config: config.Config, asked: int) -> list[str]:
 
 
 def show(run_config: config.Config, profile_name: str | None, deadline: str | None, done_by: str | None) -> str:
-    """The page. Raises ConfigError for prompts that are not here, and for settings that the model refuses."""
+    """The page. Raises ConfigError for prompts and taken stages that are not here, and what the model refuses."""
+    for name in run_config.run.take:
+        stage.read_taken(run_config, name)
     if "01b_synthetic" not in run_config.run.take:
         for line in prompt_faults(run_config):
             raise ConfigError(line)

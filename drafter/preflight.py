@@ -101,7 +101,7 @@ def missing_inputs(run_config: config.Config, stages: list[config.StageName]) ->
     """What a stage reads and neither is there nor is made by an earlier one of `stages`, each once."""
 
     def is_there(name: config.StageName) -> bool:
-        return (run_config.stage_dir(name) / "manifest.json").exists()
+        return name in run_config.run.take or (run_config.stage_dir(name) / "manifest.json").exists()
 
     found = {}
     told: list[config.StageName] = []

@@ -58,7 +58,7 @@ class Stage:
 
         Raises ConfigError when the stage has not run, or was asked something else.
         """
-        manifest = read_manifest(self.config.stage_dir(upstream))
+        manifest = read_taken(self.config, upstream) or read_manifest(self.config.stage_dir(upstream))
         if manifest is None:
             raise ConfigError(
                 f"stage {upstream} has not run: nothing in {self.config.stage_dir(upstream)}; "
@@ -153,6 +153,17 @@ def read_manifest(folder: Path) -> dict | None:
         return notes.check(notes.Manifest, {"status": "unknown", "facts": {}, "seconds": 0} | manifest)
     except ContractError as error:
         raise _broken(folder, str(error)) from None
+
+
+def read_taken(run_config: config.Config, name: config.StageName) -> dict | None:
+    """Manifest of a stage taken from another run, None of the run's own. Raises ConfigError unless it is finished."""
+    folder = run_config.run.take.get(name)
+    if folder is None:
+        return None
+    manifest = read_manifest(folder)
+    if manifest is None or manifest.get("stage", name) != name or manifest["status"] not in ("complete", "partial"):
+        raise ConfigError(f"run.take: no finished {name} in {folder}")
+    return manifest
 
 
 def _broken(folder: Path, why: str) -> ContractError:

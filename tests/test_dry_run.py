@@ -1,5 +1,8 @@
 """The page of a dry run: a line a stage, each finding once, with the stage that it stops."""
 
+import json
+
+import pytest
 from conftest import CPU_CONFIG
 
 from drafter import config, dry_run, preflight
@@ -75,3 +78,19 @@ def test_what_nobody_can_know_offline_is_a_note_and_no_finding(monkeypatch, tmp_
         "  01b_synthetic     all there is to do, how much is not known offline", "      the hub has it"
     ]  # fmt: skip
     assert lines[-1] == "nothing is known that would stop it"
+
+
+@pytest.mark.parametrize(
+    ("status", "finished"), [("complete", True), ("partial", True), ("running", False), (None, False)]
+)
+def test_a_stage_taken_from_another_run_is_not_planned_and_must_be_finished(monkeypatch, tmp_path, status, finished):
+    """Whatever it says of itself is about a folder that is not this run's to write."""
+    if status:
+        (tmp_path / "manifest.json").write_text(json.dumps({"status": status}))
+    monkeypatch.setattr(preflight, "findings", lambda *_: {})
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", f"run.take={{01b_synthetic: {tmp_path}}}"])
+    lines = list(dry_run.lines(run, plans(_01b_synthetic={"findings": ["no prompts"]})))
+    assert lines[1] == f"  01b_synthetic     taken from {tmp_path}"
+    found = [line for line in lines if "no finished 01b_synthetic" in line]
+    waiting = [line for line in lines if "waits for 01b_synthetic" in line]
+    assert (len(found), bool(waiting)) == ((0, False) if finished else (1, True))

@@ -302,10 +302,17 @@ def test_what_a_stage_would_refuse_is_not_planned(tmp_path, model, capsys, overr
     assert printed.out == "" and printed.err == f"run_pipeline.sh: {said}\n"
 
 
-def test_prompts_of_a_01b_that_is_taken_are_not_asked_for(tmp_path, model):
+def test_a_01b_that_is_taken_costs_nothing_and_its_prompts_are_not_asked_for(tmp_path, model):
     sets = [f"run.dir={tmp_path}", "prompts.0.path=/nowhere.jsonl", "prompts.0.count=101"]
-    text = plan.show(config.load(CPU_CONFIG, [*sets, f"run.take={{01b_synthetic: {tmp_path}}}"]), None, None, None)
+    taking = config.load(CPU_CONFIG, [*sets, f"run.take={{01b_synthetic: {tmp_path}}}"])
+    with pytest.raises(ConfigError, match="no finished 01b_synthetic in"):
+        plan.show(taking, None, None, None)
+    (tmp_path / "manifest.json").write_text('{"status": "complete"}')
+    text = plan.show(taking, None, None, None)
     assert text.startswith("smollm2_cpu: 93 rows")
+    assert re.search(r"^01b_synthetic +taken from another run$", text, re.M)
+    planned = plan.to_record(taking)
+    assert planned["01b_synthetic"]["seconds"]["high"] == 0 < planned["02_hidden_states"]["seconds"]["low"]
 
 
 def test_a_plan_for_a_model_that_is_not_here_says_so_first(kimi, tmp_path, model):
