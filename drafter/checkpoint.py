@@ -71,7 +71,7 @@ def best_step(folder: Path) -> Path:
         raise ContractError(f"no complete step in {folder}")
 
     def merit(path: Path) -> tuple[bool, float, int]:
-        state = read_state(path, "step", "validated")
+        state = read_state(path, "step")
         validated = state["validated"] == state["step"]
         return validated, state["expected_acceptance"] if validated else 0.0, step_number(path)
 
@@ -81,8 +81,11 @@ def best_step(folder: Path) -> Path:
 def read_state(path: Path, *needed: str) -> dict[str, Any]:
     """Raises ContractError when it is broken or a key of `needed` is no number."""
     check_complete(path)
-    state = _read_json(path / STATE, "expected_acceptance", *needed)
-    for key in ("expected_acceptance", *needed):
+    state = _read_json(path / STATE)
+    state.setdefault("validated", state.get("step"))  # an earlier version saved nothing unvalidated
+    for key in ("expected_acceptance", "step", "validated", *needed):
+        if key not in state:
+            raise _broken(path / STATE, f"{key} is missing")
         if not isinstance(state[key], int | float):
             raise _broken(path / STATE, f"{key} is {state[key]!r}")
     return state
@@ -125,13 +128,13 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
-def _read_json(path: Path, *needed: str) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise _broken(path, error) from None
-    if not isinstance(found, dict) or not found.keys() >= set(needed):
-        raise _broken(path, "a key is missing")
+    if not isinstance(found, dict):
+        raise _broken(path, "no object")
     return found
 
 

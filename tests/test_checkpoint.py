@@ -63,6 +63,15 @@ def test_what_a_signal_saved_is_never_taken_for_the_validation_before_it(tmp_pat
     assert names(checkpoint.complete_steps(tmp_path)) == ["step-00000020", "step-00000030"]
 
 
+def test_a_state_of_an_earlier_version_was_validated_where_it_stands(tmp_path):
+    """Its run goes on, and is exported, after the project was brought up to date in between."""
+    for step, acceptance in ((10, 1.5), (20, 1.3)):
+        state = {"expected_acceptance": acceptance, "step": step}
+        checkpoint.save(checkpoint.step_path(tmp_path, step), WEIGHTS, {}, MOMENTS, state)
+    assert checkpoint.best_step(tmp_path).name == "step-00000010"
+    assert checkpoint.read_state(checkpoint.step_path(tmp_path, 20), "validated")["validated"] == 20
+
+
 def test_the_last_few_and_the_best_are_kept(tmp_path):
     for step, acceptance in ((10, 1.3), (20, 1.9), (30, 1.4), (40, 1.5), (50, 1.2)):
         save(tmp_path, step, acceptance)
