@@ -70,11 +70,13 @@ class Found:
 
     def begun(self) -> bool:
         """Whether this run has done anything; what it takes from another is not its own."""
-        stages = (self.stands(name) != "not begun" for name in config.STAGES)
+        stages = (self.stands(name) not in ("not begun", "taken") for name in config.STAGES)
         return self.config.run_dir.exists() and (bool(self.state) or any(stages))
 
     def stands(self, name: str) -> str:
         """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
+        if name in self.config.run.take:
+            return "taken"
         seen, manifest = self.seen(name), self.manifest(name)
         if self.alive() and self.state.get("stage") == name and seen.get("status") == "running":
             return "running"
@@ -122,7 +124,12 @@ class Found:
         return f"{out:,} of {asked:,} {WORDS[name]}" + (f", {lost:,} rejected" if lost else "")
 
     def seconds(self, name: str) -> float:
-        """What a stage has taken so far, all calls together; with its servers' starts where the pipeline ran it."""
+        """What a stage has taken so far, all calls together; with its servers' starts where the pipeline ran it.
+
+        Nothing where it was taken from another run.
+        """
+        if name in self.config.run.take:
+            return 0
         seen = self.seen(name)
         spent = seen.get("seconds", 0)
         if seen.get("status") == "running" and "started" in seen:

@@ -42,7 +42,7 @@ def lines(run_config: config.Config) -> Iterator[str]:
 
 def _whole(found: Found, standing: dict[str, str]) -> str:
     """How the run stands: as the pipeline says, as long as nobody went on by hand."""
-    if set(standing.values()) == {"complete"}:
+    if set(standing.values()) <= {"complete", "taken"}:
         return "complete"
     trouble = found.trouble()
     if trouble and found.state:

@@ -40,6 +40,21 @@ def test_a_run_that_has_not_begun_says_so(run_config):
     assert "has not begun" in text(run_config)
 
 
+def test_what_is_taken_from_another_run_is_neither_this_runs_work_nor_left(run_config, tmp_path):
+    taken = {name: tmp_path / f"other/{name}" for name in config.STAGES[:2]}
+    for folder in taken.values():
+        folder.mkdir(parents=True)
+        artifacts.write_json(folder / "manifest.json", {"status": "complete", "seconds": 5400})
+    run = run_config.model_copy(update={"run": run_config.run.model_copy(update={"take": taken})})
+    run.run_dir.mkdir()
+    assert "has not begun" in text(run)
+    for name in config.STAGES[2:]:
+        by_hand(run, name)
+    first, second, *_ = text(run).splitlines()
+    assert first.startswith("run smollm2_cpu: complete") and second == "  01b_synthetic     taken"
+    assert Found(run).minutes("01b_synthetic") is None and "taken" in report.timeline(Found(run))
+
+
 @pytest.mark.parametrize("program", [status.main, default_model.main])
 def test_help_is_printed_and_nothing_done(program, capsys):
     with pytest.raises(SystemExit) as end:
