@@ -21,6 +21,7 @@ from drafter.errors import ContractError
 
 WEIGHTS, CONFIG, OPTIMIZER, STATE = "drafter.safetensors", "config.json", "optimizer.safetensors", "state.json"
 FILES = (WEIGHTS, CONFIG, OPTIMIZER, STATE)
+PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 NAME = re.compile(r"step-(\d{8})")
 
 
@@ -38,8 +39,8 @@ def save(
     """Write one step folder, whole or not at all. An OSError (disk full) leaves every earlier step as it was."""
     with artifacts.publish(path) as part:
         part.mkdir()
-        save_file(weights, part / WEIGHTS)
-        save_file(moments, part / OPTIMIZER)
+        save_file(weights, part / WEIGHTS, metadata=_vouch(path, weights))
+        save_file(moments, part / OPTIMIZER, metadata=_vouch(path, moments))
         (part / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         (part / STATE).write_text(json.dumps(state, indent=1) + "\n")
         for file in (WEIGHTS, OPTIMIZER):
@@ -88,6 +89,8 @@ def read_state(path: Path, *needed: str) -> dict[str, Any]:
             raise _broken(path / STATE, f"{key} is missing")
         if not isinstance(state[key], int | float):
             raise _broken(path / STATE, f"{key} is {state[key]!r}")
+    if NAME.fullmatch(path.name) and state.get("step", step_number(path)) != step_number(path):
+        raise _broken(path / STATE, f"it is of step {state['step']}")
     return state
 
 
@@ -97,13 +100,13 @@ def read_draft(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises ContractError naming what is missing and the nearest complete step.
     """
     check_complete(path)
-    return _read_tensors(path / WEIGHTS), _read_json(path / CONFIG)
+    return _read_tensors(path, WEIGHTS), _read_json(path / CONFIG)
 
 
 def read_moments(path: Path) -> dict[str, Tensor]:
     """AdamW's moments as `<native name>.exp_avg` and `.exp_avg_sq`, fp32."""
     check_complete(path)
-    return _read_tensors(path / OPTIMIZER)
+    return _read_tensors(path, OPTIMIZER)
 
 
 def check_complete(path: Path) -> None:
@@ -142,10 +145,24 @@ def _broken(path: Path, why: object) -> ContractError:
     return ContractError(f"{path} is broken ({why}); without its folder the step before it is the last one")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    path = folder / name
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            said = file.metadata()
     except SafetensorError as error:
         raise _broken(path, error) from None
+    if said and said != _vouch(folder, tensors):
+        raise _broken(path, "its numbers are not those that were saved for this step")
     return {name: t.to(torch.float32) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def _vouch(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """What a file says of itself, so that a flipped bit or another step's file is found.
+
+    Sums of bit patterns: a cryptographic digest would take longer than writing does.
+    """
+    patterns = {name: t.flatten().view(PATTERNS[t.element_size()]) for name, t in sorted(tensors.items())}
+    sums = {name: int(pattern.sum(dtype=torch.int64)) for name, pattern in patterns.items()}
+    return {"folder": folder.name, "sums": json.dumps(sums)}

@@ -37,6 +37,8 @@ MOST = 10**8  # of anything counted
 PositiveInt = Annotated[Whole, Field(gt=0, le=MOST)]
 NonNegativeInt = Annotated[Whole, Field(ge=0, le=MOST)]
 Parallel = Annotated[Whole, Field(gt=0, le=10_000)]  # of anything done at once
+Epochs = Annotated[Whole, Field(gt=0, le=10_000)]
+Readers = Annotated[Whole, Field(ge=0, le=256)]  # each holds a pack
 SequenceLength = Annotated[Whole, Field(ge=32, le=MOST)]  # shorter: no row has an answer left
 DraftTokens = Annotated[Whole, Field(gt=0, le=64)]
 PositiveFloat = Annotated[Real, Field(gt=0, le=MOST)]
@@ -241,7 +243,7 @@ class Train(Section):
     draft_intermediate_size: PositiveInt | None = None  # from scratch only; default the target's
     parallel: Literal["auto", "ddp", "fsdp2"] = "auto"
     processes: Parallel = 1  # ranks a host
-    epochs: PositiveInt = 1
+    epochs: Epochs = 1
     max_steps: PositiveInt | None = None
     tokens_per_step: PositiveInt | None = None  # global batch; default one pack a rank
     lr: Share
@@ -260,7 +262,13 @@ class Train(Section):
     save_every: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
     patience: PositiveInt | None = None  # validations without improvement before stopping
-    loader_workers: NonNegativeInt = 4  # threads reading packs ahead; 0 reads when needed
+    loader_workers: Readers = 4  # threads reading packs ahead; 0 reads when needed
+
+    @model_validator(mode="after")
+    def _pull(self):
+        if self.lr * self.l2_sp > 1:  # each step would throw the weights further off than they were
+            raise ValueError(f"l2_sp times lr is {self.lr * self.l2_sp:g}, must be 1 (which undoes a step) or less")
+        return self
 
 
 class Export(Section):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from torch import Tensor
 from transformers import LlamaConfig
@@ -139,9 +140,12 @@ def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier
     forward pass does not have.
     """
     native.check_form(config, target)
-    with torch.device("meta"):
-        drafter = Drafter(_speculators_config(config))
-    drafter.rotary_emb = type(drafter.rotary_emb)(drafter.rotary_emb.config)  # its table must be real
+    try:
+        with torch.device("meta"):
+            drafter = Drafter(_speculators_config(config))
+        drafter.rotary_emb = type(drafter.rotary_emb)(drafter.rotary_emb.config)  # its table must be real
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ContractError(f"{native.CONFIG} describes no drafter: {' '.join(str(error).split())}") from None
     state = {_to_speculators(name): tensor for name, tensor in weights.items()}
     state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
     if drafter.t2d is not None and "t2d" not in weights:
@@ -194,10 +198,6 @@ def _to_speculators(name: str) -> str:
 
 
 def _speculators_config(config: dict[str, Any]) -> Eagle3SpeculatorConfig:
-    rope = config.get("rope_parameters")
-    if rope is None:
-        rope = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
-        rope.setdefault("rope_type", rope.pop("type", "default"))
     layer = LlamaConfig(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
@@ -208,7 +208,7 @@ def _speculators_config(config: dict[str, Any]) -> Eagle3SpeculatorConfig:
         head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         max_position_embeddings=config["max_position_embeddings"],
         rms_norm_eps=config["rms_norm_eps"],
-        rope_parameters=rope,
+        rope_parameters=native.both_ropes(config)["rope_parameters"],
         pad_token_id=None,
         attn_implementation="eager",
     )

@@ -156,7 +156,7 @@ def final_config(drafter_config: dict[str, Any], target: Target, reference: Path
     result = dict(drafter_config)
     if reference:
         result = native.read_config(reference)
-        ropes = both_ropes(result), both_ropes(drafter_config)
+        ropes = native.both_ropes(result), native.both_ropes(drafter_config)
         if ropes[0] != ropes[1]:
             raise ContractError(f"{CONFIG}: rope is {ropes[1]} in the checkpoint, {ropes[0]} in {reference}")
         for key in sorted(drafter_config.keys() - OURS):
@@ -166,7 +166,7 @@ def final_config(drafter_config: dict[str, Any], target: Target, reference: Path
     ids = list(target.aux_layer_ids)
     result[LAYER_IDS] = ids
     result["eagle_config"] = {"use_aux_hidden_state": True} | (result.get("eagle_config") or {}) | {LAYER_IDS: ids}
-    result |= both_ropes(result)
+    result |= native.both_ropes(result)
     positions = result.get("max_position_embeddings", 0)
     result["max_position_embeddings"] = max(positions, target.architecture.max_position_embeddings)
     result["dtype"] = result["torch_dtype"] = result.get("dtype") or result.get("torch_dtype") or "bfloat16"
@@ -178,23 +178,6 @@ def _default(key: str, config: dict[str, Any]) -> Any:
     from transformers import LlamaConfig
 
     return getattr(LlamaConfig(**{name: value for name, value in config.items() if name not in OURS}), key, None)
-
-
-def both_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling (transformers 4), rope_parameters (5), all saying the same.
-
-    Raises ContractError when the config contradicts itself.
-    """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    scaling.setdefault("rope_type", scaling.pop("type", "default"))
-    theta = scaling.pop("rope_theta", config.get("rope_theta"))
-    if theta is None or config.get("rope_theta", theta) != theta:
-        raise ContractError(f"{CONFIG}: rope_theta is {config.get('rope_theta')!r}, {theta!r} in rope_parameters")
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
-        "rope_parameters": {"rope_theta": theta, **scaling},
-    }
 
 
 def real_rows(config: Config) -> list[states.States]:
@@ -253,7 +236,7 @@ def _rotate(x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
 
     fields = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
     shape = {name: config[name] for name in fields if name in config}
-    rope = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=both_ropes(config)["rope_parameters"]))
+    rope = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=native.both_ropes(config)["rope_parameters"]))
     cos, sin = rope(x, torch.arange(x.shape[1]).unsqueeze(0))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

@@ -94,7 +94,10 @@ class Training:
             weights, self.settings = first_draft(config, verifier, self.dataset)
         self.keeps_embedding = native.EMBEDDING in weights
         self.compute = torch.bfloat16 if train.precision == "bf16" else torch.float32
-        self.model = draft.build(weights, self.settings, verifier, config.target)
+        try:
+            self.model = draft.build(weights, self.settings, verifier, config.target)
+        except ContractError as error:
+            raise ContractError(f"{done[-1] if done else train.warm_start}: {error}") from None
         self.model.prepare(verifier, self.compute, train.ttt_steps)
         self.model.to(self.ranks.device)
         if train.warm_start and not done:
@@ -200,7 +203,10 @@ class Training:
         *flat, norm = torch.cat([sums, norm.reshape(1).to(sums.dtype)]).tolist()
         if not math.isfinite(norm):
             names = [row.entry.row_id for rows, _ in share for row in rows]
-            raise ContractError(f"step {step.number}: loss or gradient is not finite; this rank's rows: {names}")
+            raise ContractError(
+                f"step {step.number}: loss or gradient is not finite: states that are damaged, or a train.lr that is "
+                f"too high; this rank's rows: {names}"
+            )
         lr = learning_rate(step.number, len(self.dataset.plan.steps), train)
         self.optimizer.step(lr)
 
@@ -269,7 +275,13 @@ class Training:
                 sums += self.wrapped(pack, scale)[1]
                 if stop := self._stop():
                     return stop
-        figures = summary_by_region(self.ranks.sum(sums).cpu())
+        sums = self.ranks.sum(sums).cpu()
+        if not sums.isfinite().all():
+            raise ContractError(
+                f"step {self.position.step}: the loss on held-out rows is not finite: states that are damaged, or a "
+                "train.lr that is too high"
+            )
+        figures = summary_by_region(sums)
         position, acceptance = self.position, figures["expected_acceptance"]
         position.validated = position.step
         position.stale = 0 if acceptance > position.best else position.stale + 1

@@ -1,6 +1,8 @@
 """What training shows: one record a step in `metrics.jsonl`, TensorBoard events where that package is installed."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,7 @@ class Metrics:
     def __init__(self, folder: Path, step: int, validated: int):
         path, last = folder / "metrics.jsonl", {"train": step, "validation": validated}
         if path.exists():
-            kept = [record for record in artifacts.read_jsonl(path) if record["step"] <= last[record["kind"]]]
-            artifacts.write_text(path, "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in kept))
+            artifacts.write_text(path, "".join(f"{line}\n" for line in _up_to(path, last)))
         self._journal = artifacts.Journal(path)
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -76,6 +77,15 @@ class Metrics:
         self._journal.close()
         if self._board is not None:
             self._board.close()
+
+
+def _up_to(path: Path, last: dict[str, int]) -> Iterator[str]:
+    """Lines of the records up to the `last` step of their kind, without broken ones: nothing depends on them."""
+    for line in path.read_text(errors="replace").split("\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            if record["step"] <= last[record["kind"]]:
+                yield line
 
 
 def _scalars(figures: dict[str, Any], prefix: str = ""):

@@ -24,7 +24,8 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Of a drafter's config: what the forward pass of training has not.
-UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "sliding_window")
+UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+UNSUPPORTED += ("mlp_bias", "sliding_window")
 
 # Oldest vLLM that serves such a folder for every target here: older ones put the target's head in the place of the
 # drafter's own, do not know Kimi as a target, or cannot capture its last layer.
@@ -125,7 +126,7 @@ def layout_of(config: dict[str, Any]) -> Layout:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
-    aux = len(layer_ids(config)) * config.get("target_hidden_size", hidden)
+    aux = len(layer_ids(config)) * (config.get("target_hidden_size") or hidden)
     vocab, draft_vocab = config["vocab_size"], config.get("draft_vocab_size") or config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "midlayer.self_attn.q_proj.weight": (heads * head_dim, 2 * hidden),
@@ -185,8 +186,11 @@ def check_config(config: dict[str, Any], target: Target) -> None:
     for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
         if not isinstance(config.get(key), int):
             raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be a number")
-    for where in (config, config.get("eagle_config") or {}):
-        if (ids := where.get(LAYER_IDS)) and tuple(ids) != target.aux_layer_ids:
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise ContractError(f"{CONFIG}: eagle_config is {nested!r}, must be an object")
+    for where in (config, nested):
+        if (ids := where.get(LAYER_IDS)) and ids != list(target.aux_layer_ids):
             raise ContractError(f"{CONFIG}: {LAYER_IDS} is {ids}, target.layer_ids is {list(target.layer_ids)}")
     if not layer_ids(config):
         raise ContractError(f"{CONFIG}: {LAYER_IDS} is missing")
@@ -243,10 +247,35 @@ def check_form(config: dict[str, Any], target: Target) -> None:
     for key in ("rms_norm_eps", "max_position_embeddings"):
         if not isinstance(config.get(key), int | float):
             raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be a number")
+    both_ropes(config)
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"train.warm_start: a drafter with hidden_act {activation!r} cannot be trained here")
     nested = config.get("eagle_config") or {}
     for key in UNSUPPORTED:
         if config.get(key) or nested.get(key):
             raise ConfigError(f"train.warm_start: a drafter with {key} cannot be trained here")
+
+
+def both_ropes(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling (transformers 4), rope_parameters (5), all saying the same.
+
+    Raises ContractError when the config contradicts itself, or turns only a part of a head.
+    """
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ContractError(f"{CONFIG}: rope is {scaling!r}, must be an object")
+    if (part := scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))) != 1:
+        raise ContractError(f"{CONFIG}: partial_rotary_factor is {part!r}, must be 1")
+    scaling = dict(scaling)
+    scaling.setdefault("rope_type", scaling.pop("type", "default"))
+    theta = scaling.pop("rope_theta", config.get("rope_theta"))
+    if theta is None or config.get("rope_theta", theta) != theta:
+        raise ContractError(f"{CONFIG}: rope_theta is {config.get('rope_theta')!r}, {theta!r} in rope_parameters")
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+        "rope_parameters": {"rope_theta": theta, **scaling},
+    }
 
 
 def check_settings(config: Config) -> None:
@@ -260,7 +289,10 @@ def check_settings(config: Config) -> None:
             raise ConfigError("train.l2_sp pulls towards a warm start: set train.warm_start, or l2_sp to 0")
         return
     settings = read_config(train.warm_start)
-    check_form(settings, config.target)
+    try:
+        check_form(settings, config.target)
+    except ContractError as error:
+        raise ContractError(f"drafter {train.warm_start}: {error}") from None
     for key in ("draft_vocab_size", "draft_intermediate_size"):
         asked, has = getattr(train, key), settings.get(key.replace("draft_inter", "inter"))
         if asked is not None and asked != has:

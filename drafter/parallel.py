@@ -95,16 +95,16 @@ def ranks() -> Iterator[Ranks]:
     own = Ranks()
     if own.device.type == "cuda":
         add_in_one_order()
-    if own.world > 1:
-        dist.init_process_group("nccl" if own.device.type == "cuda" else "gloo")
     try:
+        if own.world > 1:
+            dist.init_process_group("nccl" if own.device.type == "cuda" else "gloo")
         yield own
     except RuntimeError as error:
         if own.world > 1 and (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
             raise ResumableError(f"another rank is gone: {' '.join(str(error).split())[:200]}") from None
         raise
     finally:
-        if own.world > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 

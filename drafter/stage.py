@@ -42,6 +42,7 @@ class Stage:
         self.counts = contracts.Counts()
         self.facts: dict[str, Any] = {}  # what the manifest records beside counts: rates, tables, notes
         self.started = time.time()
+        self._clock = time.monotonic()  # how long it takes; the wall clock may be set while it does
         self._question: dict[str, Any] = {}
         self._before = 0.0  # seconds of earlier calls
 
@@ -112,7 +113,7 @@ class Stage:
             "stage": self.name,
             "status": status,
             **self.counts.to_record(),
-            "seconds": round(self._before + time.time() - self.started, 3),
+            "seconds": round(self._before + time.monotonic() - self._clock, 3),
             "started": datetime.fromtimestamp(self.started, UTC).isoformat(timespec="seconds"),
             "updated": datetime.now(UTC).isoformat(timespec="seconds"),
             "question": self._question,

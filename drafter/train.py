@@ -75,5 +75,5 @@ def is_finished(stage: Stage, dataset: Dataset) -> bool:
     return (
         facts.get("steps") == len(dataset.plan.steps)
         and facts.get("plan") == dataset.plan.fingerprint
-        and (stage.folder / facts.get("best", "none")).is_dir()
+        and not checkpoint.missing_files(stage.folder / facts.get("best", "none"))
     )

@@ -1,11 +1,13 @@
 """The target's embedding, final norm and head, read from its safetensors by name suffix without loading the model."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafter.errors import ConfigError
@@ -54,9 +56,19 @@ def read_last_layer(model: Path) -> dict[str, Tensor]:
     for name in files:
         before, inside, within = name.partition(prefix)
         if inside and (not before or before.endswith("model.")) and ".experts." not in within:
-            with safe_open(files[name], "pt") as file:
+            with _opened(files[name]) as file:
                 found[within] = file.get_tensor(name)
     return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    """Raises ConfigError when the file is missing or broken."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (FileNotFoundError, SafetensorError) as error:
+        raise ConfigError(f"target.model: {path} is missing or broken ({error}): fetch it again") from None
 
 
 def _matches(name: str, suffix: str) -> bool:
@@ -66,10 +78,13 @@ def _matches(name: str, suffix: str) -> bool:
 def _files_by_tensor(model: Path) -> dict[str, Path]:
     index = model / "model.safetensors.index.json"
     if index.exists():
-        return {name: model / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            return {name: model / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"target.model: {index} is broken: fetch it again") from None
     names = {}
     for path in sorted(model.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with _opened(path) as file:
             names |= dict.fromkeys(file.keys(), path)
     return names
 
@@ -79,5 +94,5 @@ def _read(model: Path, files: dict[str, Path], suffix: str) -> Tensor:
     matching = sorted((name for name in files if _matches(name, suffix)), key=len)
     if not matching:
         raise ConfigError(f"target.model: no tensor *{suffix} in {model}")
-    with safe_open(files[matching[0]], "pt") as file:
+    with _opened(files[matching[0]]) as file:
         return file.get_tensor(matching[0])

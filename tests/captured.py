@@ -21,6 +21,10 @@ HIDDEN, VOCAB, LAYER_IDS = tiny_models.HIDDEN, tiny_models.VOCAB, tiny_models.LA
 FORM = LAYER_IDS, HIDDEN, VOCAB  # what a reader of hidden states expects
 
 
+def row_id(index: int) -> str:
+    return hashlib.sha256(str(index).encode()).hexdigest()[:32]
+
+
 def write_row(
     folder: Path,
     index: int,
@@ -33,16 +37,16 @@ def write_row(
 ) -> contracts.IndexEntry:
     """One file of random states and its index entry. `fill` puts one bad number into the states."""
     generator = torch.Generator().manual_seed(index)
-    row_id = hashlib.sha256(str(index).encode()).hexdigest()[:32]
+    name = row_id(index)
     hidden = torch.randn(tokens, len(LAYER_IDS), HIDDEN, generator=generator).bfloat16()
     if fill is not None:
         hidden[tokens // 2, 0, 0] = fill
     tensors = {"token_ids": torch.randint(vocab, (tokens,), generator=generator)}
     tensors |= {"hidden_states": hidden} if dtype == "bf16" else states.compact(hidden)
-    path = folder / contracts.states_path(row_id)
+    path = folder / contracts.states_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = states.write(path, tensors, states.metadata(row_id, "tiny", LAYER_IDS, dtype))
-    return contracts.IndexEntry(row_id, row_id, "test", tokens, tokens, supervised, think_end, size)
+    size = states.write(path, tensors, states.metadata(name, "tiny", LAYER_IDS, dtype))
+    return contracts.IndexEntry(name, name, "test", tokens, tokens, supervised, think_end, size)
 
 
 def write_stage(folder: Path, entries: list[contracts.IndexEntry]) -> None:

@@ -125,6 +125,21 @@ def test_a_torn_tensor_file_is_named(tmp_path, file):
         checkpoint.read_moments(path)
 
 
+@pytest.mark.parametrize("file", [checkpoint.WEIGHTS, checkpoint.OPTIMIZER])
+def test_a_flipped_bit_and_another_steps_file_are_found(tmp_path, file):
+    """T13: training would go on from numbers that no step ever had."""
+    steps = [save(tmp_path, 10), save(tmp_path, 20)]
+    whole = (steps[1] / file).read_bytes()
+    for damaged in (whole[:-9] + bytes([whole[-9] ^ 64]) + whole[-8:], (steps[0] / file).read_bytes()):
+        (steps[1] / file).write_bytes(damaged)
+        with pytest.raises(ContractError, match=f"{file} is broken .*not those that were saved"):
+            checkpoint.read_draft(steps[1])
+            checkpoint.read_moments(steps[1])
+    (steps[1] / checkpoint.STATE).write_bytes((steps[0] / checkpoint.STATE).read_bytes())
+    with pytest.raises(ContractError, match="it is of step 10"):
+        checkpoint.read_state(steps[1])
+
+
 def in_child(work) -> int:
     """Run `work` in a forked process; its exit code, negative for a signal."""
     pid = os.fork()

@@ -355,6 +355,39 @@ def test_forms_that_the_forward_pass_has_not_are_refused(target, warm_start, ver
         draft.build(weights, settings | {key: 2048}, verifier, target)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e4, "rope_scaling": None},
+        {"rope_parameters": {"rope_theta": 5e4}},
+        {"rope_theta": 5e4, "rope_parameters": {"rope_type": "default"}},
+    ],
+)
+def test_positions_turn_by_the_angle_that_is_served(target, warm_start, verifier, rope):
+    """However the config spells it; what contradicts itself is refused before a step, not after the last."""
+    weights, settings = native.read(warm_start)
+    bare = {key: settings[key] for key in settings if not key.startswith("rope")}
+    angles = draft.build(weights, bare | rope, verifier, target).rotary_emb.inv_freq
+    dim = settings["head_dim"]
+    torch.testing.assert_close(angles, 5e4 ** (-torch.arange(0, dim, 2) / dim))
+    wrong = [
+        {"rope_parameters": {"rope_theta": 1e4}},
+        {"rope_scaling": "x"},
+        {"rope_parameters": {"rope_type": "no"}},
+    ]
+    wrong += [{"rope_parameters": {"partial_rotary_factor": 0.5}}, {"rope_theta": None}, {"rms_norm_eps": 0}]
+    for lie in wrong:
+        with pytest.raises(ContractError, match="config.json"):
+            draft.build(weights, bare | {"rope_theta": 5e4} | lie, verifier, target)
+
+
+def test_another_activation_is_refused(target, warm_start, verifier):
+    """T17: the forward pass has one, and so has the engine."""
+    weights, settings = native.read(warm_start)
+    with pytest.raises(ConfigError, match="hidden_act 'gelu'"):
+        draft.build(weights, settings | {"hidden_act": "gelu"}, verifier, target)
+
+
 def test_what_trains_is_explicit(drafter):
     everything = {n for n in draft.native_weights(drafter, keep_embedding=False) if n not in ("d2t", "t2d")}
     by_group = {g: set(draft.trainable(drafter, [g])) for g in GROUPS}

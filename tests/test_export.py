@@ -183,15 +183,15 @@ def test_layer_ids_and_rope_are_written_where_every_engine_reads_them(target, re
 
 def test_scaled_rope_survives_both_spellings():
     yarn = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
-    old = export.both_ropes({"rope_theta": 5e4, "rope_scaling": yarn})
-    new = export.both_ropes({"rope_parameters": {"rope_theta": 5e4, **yarn}})
-    legacy = export.both_ropes(
+    old = native.both_ropes({"rope_theta": 5e4, "rope_scaling": yarn})
+    new = native.both_ropes({"rope_parameters": {"rope_theta": 5e4, **yarn}})
+    legacy = native.both_ropes(
         {"rope_theta": 5e4, "rope_scaling": {"type": "yarn"} | {k: yarn[k] for k in list(yarn)[1:]}}
     )
     assert old == new == legacy
     assert old["rope_scaling"] == yarn
     with pytest.raises(ContractError, match="rope_theta"):
-        export.both_ropes({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}})
+        native.both_ropes({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e4, "rope_type": "default"}})
 
 
 def test_the_export_drafts_what_the_trainer_trained(target, reference, tmp_path):

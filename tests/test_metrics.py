@@ -59,6 +59,17 @@ def test_a_resumed_run_records_every_validation_once(tmp_path, validated, kept):
     assert [record["step"] for record in records] == kept
 
 
+@pytest.mark.parametrize(
+    "line", [b"{", b"{}", b"[1]", b"5", b'{"step":"x","kind":"train"}', b'{"step":1}', b"\xff", b"\0" * 40]
+)
+def test_a_broken_record_does_not_stop_a_night(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    whole = [b'{"kind":"train","step":1}\n', b'{"kind":"validation","step":2}\n']
+    path.write_bytes(whole[0] + line + b"\n" + whole[1] + b'{"st')
+    metrics.Metrics(tmp_path, 2, 2).close()
+    assert path.read_bytes() == b"".join(whole)
+
+
 def test_a_resumed_run_shows_every_step_once(tmp_path):
     """T12: in TensorBoard too."""
     write_and_resume(tmp_path)

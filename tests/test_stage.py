@@ -238,7 +238,7 @@ def test_the_clock_of_progress_starts_with_the_first_that_is_done(monkeypatch):
 def test_the_seconds_of_a_stage_are_those_of_all_its_calls(call, tmp_path, monkeypatch):
     def slow(this):
         this.begin(KEYS)
-        this.started -= 100
+        this._clock -= 100
         this.counts.total = this.counts.done = 1
         return this.finish()
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from drafter import artifacts, checkpoint, config, loop, native, train
+from drafter import artifacts, checkpoint, config, contracts, data, loop, native, train
 from tests import captured, tiny_models
 
 
@@ -432,6 +432,32 @@ def test_a_number_that_is_not_finite_stops_before_the_update(target, warm_start,
     assert code == 1 and "not finite" in summary["error"] and entries[3].row_id in summary["error"]
     for step in checkpoint.complete_steps(folder(path)):
         assert all(t.isfinite().all() for t in checkpoint.read_draft(step)[0].values() if t.is_floating_point())
+
+
+def test_a_held_out_number_that_is_not_finite_stops_the_run(target, tmp_path):
+    """A drafter must not be chosen by a figure that is none."""
+    path = captured.write_run(tmp_path, target, rows=12)
+    run = config.load(path)
+    index = data.read_index(run.stage_dir("02_hidden_states"))
+    rows = data.examples(index, 64, 3, contracts.Counts(total=12))
+    held = {row.entry.row_id for row in data.split(rows, run.train.validation_share)[1]}
+    number = next(i for i in range(12) if captured.row_id(i) in held)
+    tokens = next(row.entry.tokens for row in rows if row.entry.row_id == captured.row_id(number))
+    captured.write_row(run.stage_dir("02_hidden_states"), number, tokens, [], fill=float("nan"))
+    code, summary = captured.train(path)
+    assert code == 1 and "step 0: the loss on held-out rows is not finite" in summary["error"]
+
+
+def test_a_best_step_that_lost_a_file_is_made_again(undisturbed, tmp_path):
+    """T13: a finished run is one whose best step is whole."""
+    whole = undisturbed[0].parent
+    shutil.copytree(whole, tmp_path / "copy")
+    path = tmp_path / "copy/config.yaml"
+    path.write_text(path.read_text().replace(str(whole), str(path.parent)))
+    best = checkpoint.best_step(folder(path))
+    (best / checkpoint.OPTIMIZER).unlink()
+    code, summary = captured.train(path)
+    assert code == 0 and not checkpoint.missing_files(folder(path) / summary["facts"]["best"])
 
 
 @pytest.mark.parametrize(("tokens", "spans"), [(20, []), (2, [[0, 2]]), (90, [[70, 80]])])
