@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from typing import get_args
 
 import pytest
 import yaml
@@ -40,7 +41,10 @@ def test_the_readmes_config_of_ones_own_model_loads_and_needs_the_keys_it_calls_
     lines = [line for line in section.splitlines() if line.startswith("    ")]
     path = tmp_path / "mine.yaml"
     path.write_text(textwrap.dedent("\n".join(lines)))
-    target = config.load(path).target
+    loaded = config.load(path)
+    target = loaded.target
+    for role in get_args(config.Role):
+        assert readiness.context_needed(loaded, role) <= getattr(loaded.servers, role).flags["max-model-len"]
     layers = target.layer_ids[-1]
     assert target.aux_layer_ids == (2, layers // 2, layers - 3)
     tree = yaml.safe_load(path.read_text())
