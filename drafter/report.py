@@ -253,7 +253,8 @@ def space(found: Found) -> str:
 
 
 def rerun(found: Found) -> str:
-    lines = [found.config.pipeline("--only", NUMBERS[name]) for name in config.STAGES]
+    own = [name for name in config.STAGES if name not in found.config.run.take]
+    lines = [found.config.pipeline("--only", NUMBERS[name]) for name in own]
     hint = '<p class="soft">A finished stage has nothing to do: remove its folder first.</p>'
     return html.section("Run a stage again", f"<pre>{escape(chr(10).join(lines))}</pre>{hint}")
 

@@ -53,6 +53,7 @@ def test_what_is_taken_from_another_run_is_neither_this_runs_work_nor_left(run_c
     first, second, *_ = text(run).splitlines()
     assert first.startswith("run smollm2_cpu: complete") and second == "  01b_synthetic     taken"
     assert Found(run).minutes("01b_synthetic") is None and "taken" in report.timeline(Found(run))
+    assert "--only 01b" not in report.rerun(Found(run)), "its folder is another run's, and not to be removed"
 
 
 @pytest.mark.parametrize("program", [status.main, default_model.main])
