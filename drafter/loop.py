@@ -260,8 +260,11 @@ class Training:
         if stop := self._validate():
             raise Interrupted(stop)
         if position.step:
-            path = checkpoint.step_path(self.stage.folder, position.step)
-            self.ranks.on_main(lambda: checkpoint.save_state(path, self._state()))
+            self.ranks.on_main(self._note_validated)
+
+    def _note_validated(self) -> None:
+        self.metrics.sync()  # once the step says that it was validated, nobody validates again
+        checkpoint.save_state(checkpoint.step_path(self.stage.folder, self.position.step), self._state())
 
     def _validate(self) -> int:
         """Measure on the held-out rows. Returns 0, or the signal that ended it early: it is still due then."""

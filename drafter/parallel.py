@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from drafter.errors import ResumableError, StageError
+from drafter.stage import of_the_machine
 
 log = logging.getLogger("drafter")
 
@@ -82,7 +83,8 @@ class Ranks:
                 work()
             except Exception as error:
                 failed = error
-        code = 0 if failed is None else getattr(failed, "exit_code", 1)
+        known = failed and (of_the_machine(failed) or failed)
+        code = 0 if failed is None else getattr(known, "exit_code", 1)
         if (said := int(self.sum(torch.tensor(code, device=self.device)))) and failed is None:
             raise MainFailed(said)
         if failed is not None:

@@ -1,5 +1,6 @@
 """Ranks: what `auto` means, on real gloo ranks."""
 
+import errno
 import json
 import time
 
@@ -96,3 +97,19 @@ def test_ranks_compute_in_bf16_what_one_computes(tmp_path, kind):
         assert torch.equal(found["output"], alone(inputs[0]))
         for name, parameter in alone.named_parameters():
             assert torch.equal(found[name], parameter.grad), name
+
+
+def test_a_full_disk_of_rank_0_ends_the_others_as_it_does():
+    """Its own exit code would say that somebody's file is broken."""
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def work():
+        with parallel.ranks() as own:
+            try:
+                own.on_main(full)
+            except (OSError, parallel.MainFailed) as failed:
+                return getattr(failed, "exit_code", 100)
+
+    assert [captured.wait(pid) for pid in captured.on_ranks(2, work)] == [100, 3]

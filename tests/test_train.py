@@ -154,6 +154,16 @@ def test_a_signal_waits_for_no_validation_which_is_made_up(
     assert captured.train(path)[0] == 143
     assert [r["step"] for r in captured.metrics(path, "validation")] == list(range(0, stop, 4))
     monkeypatch.undo()
+    if stop == 4:  # and killed as soon as it is noted there: the record must be on disk by then
+        save_state = checkpoint.save_state
+
+        def killed(*args):
+            save_state(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(checkpoint, "save_state", killed)
+        assert captured.wait(captured.forked(lambda: captured.train(path)[0])) == -signal.SIGKILL
+        monkeypatch.undo()
     code, resumed = captured.train(path)
     assert code == 0
     assert_same(everything(path), undisturbed[2])
