@@ -21,6 +21,7 @@ from drafter.errors import ContractError, RowError
 from drafter.pack import ANSWER, REASONING, Pack
 
 INDEX = "index.jsonl"
+MEND = "02_extract_hidden_states.py --verify removes such files, and 02 makes them anew"
 WINDOW = 512  # rows packed together
 
 
@@ -233,7 +234,7 @@ class Reader:
         try:
             states.check_header(header, row.entry.row_id, ids, self.layer_ids, self.hidden_size, dtype)
         except RowError as error:
-            raise ContractError(f"{row.entry.path}: {error.detail}") from None
+            raise ContractError(f"{row.entry.path}: {error.detail}; {MEND}") from None
 
     def _layout(self, rows: list[Example], headers: list[states.Header], counts: bool) -> dict:
         """Everything of a pack but the states."""
@@ -271,15 +272,18 @@ def _read_header(folder: Path, row: Example) -> states.Header:
     except FileNotFoundError:
         missing = folder / row.entry.path
         raise ContractError(f"{missing} is missing; 02_extract_hidden_states.py makes it anew") from None
+    except ContractError as error:
+        raise ContractError(f"{error}; {MEND}") from None
 
 
 def _token_ids(header: states.Header, row: Example, vocab_size: int) -> np.ndarray:
     """Raises ContractError unless there are as many as the index says, all in the vocabulary."""
     ids = header.token_ids
     if len(ids) != row.entry.tokens:
-        raise ContractError(f"{row.entry.path} holds {len(ids)} tokens, the index says {row.entry.tokens}")
+        raise ContractError(f"{row.entry.path} holds {len(ids)} tokens, the index says {row.entry.tokens}; {MEND}")
     if not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ContractError(f"{row.entry.path}: ids {ids.min()} to {ids.max()} go outside the target's vocabulary")
+        span = f"ids {ids.min()} to {ids.max()}"
+        raise ContractError(f"{row.entry.path}: {span} go outside the target's vocabulary; {MEND}")
     return ids
 
 

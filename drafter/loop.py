@@ -145,6 +145,11 @@ class Training:
         tokens, anchors = sum(row.slots for row in rows), sum(row.asked[0] for row in rows)
         counts = data.token_counts(rows, self.dataset.folder, self.config.target.architecture.vocab_size)
         kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
+        if not counts[kept].any():
+            raise ConfigError(
+                "train.warm_start: its vocabulary has none of the tokens that the target wrote, so no draft could be "
+                "accepted; take a drafter of this target's tokenizer"
+            )
         outside = 1 - float(counts[kept].sum() / counts.sum())
         numbers = sum(parallel.local(p).numel() for p in self.optimizer.parameters.values())
         frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)

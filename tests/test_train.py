@@ -375,6 +375,15 @@ def test_the_warm_starts_vocabulary_wins(target, warm_start, tmp_path):
     assert torch.equal(weights["d2t"], reference["d2t"]) and torch.equal(weights["t2d"], reference["t2d"])
 
 
+def test_a_vocabulary_of_other_tokens_is_refused(target, warm_start, tmp_path, monkeypatch):
+    """T04: accuracy would stay 0 for the whole run."""
+    path = captured.write_run(tmp_path, target, warm_start=warm_start)
+    counts = torch.where(native.read(warm_start)[0]["t2d"], 0, 1)  # what was written is all of the others
+    monkeypatch.setattr(data, "token_counts", lambda *_: counts)
+    code, summary = captured.train(path)
+    assert code == 2 and "none of the tokens that the target wrote" in summary["error"]
+
+
 def test_another_draft_vocabulary_in_the_same_folder_is_refused(target, tmp_path):
     """T10"""
     path = captured.write_run(tmp_path, target, max_steps=1)
