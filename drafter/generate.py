@@ -333,8 +333,6 @@ def plan(stage: Stage) -> dict:
     findings = []
     try:
         stage.config.check_against_model()
-        if read_manifest(stage.folder):
-            stage.require(stage.name)
     except ConfigError as error:
         findings.append(str(error))
     result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}

@@ -33,7 +33,7 @@ from drafter import (
 from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
 from drafter.found import Found
 from drafter.machine import Machine, only_logged
-from drafter.stage import of_the_machine, read_manifest, read_taken, summarise
+from drafter.stage import Stage, of_the_machine, read_manifest, read_taken, summarise
 
 log = logging.getLogger("drafter")
 
@@ -128,10 +128,11 @@ class Pipeline:
         """What is left of a step, by its own offline plan: of one taken from another run, nothing.
 
         A step that never ended well has its end left, even when no row is: it may lack its input, and only its
-        manifest makes it complete. Raises ConfigError when the step refuses its config.
+        manifest makes it complete. Raises ConfigError when the step refuses its config, or did its work for another.
         """
         if read_taken(self.config, step.stage):
             return 0
+        Stage(step.stage, self.config, None).refuse_another_question()  # also of what is finished
         return self.plan(step)["pending"] or len(self._unfinished((step,)))
 
     def plan(self, step: Step, *verbs: str) -> dict:

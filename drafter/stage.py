@@ -252,6 +252,11 @@ def run(
         args = arguments.parse_args(argv)
         stage = Stage(name, config.load(args.config, args.overrides), args)
         summary, code = body(stage), 0
+        if args.dry_run:
+            try:
+                stage.refuse_another_question()
+            except ConfigError as error:
+                summary["findings"].append(str(error))
         for finding in summary.get("findings", ()):
             say("finding: %s", finding)
         if summary.get("pending", 0) and not summary.get("deadline"):

@@ -277,6 +277,15 @@ def test_a_stage_taken_from_another_run_is_passed_over(night):
     assert [path.name for path in other.iterdir()] == ["manifest.json"]
 
 
+def test_a_finished_stage_that_was_asked_something_else_is_refused(night):
+    """H12: another learning rate once was `nothing to do`."""
+    manifest = night.run_dir / "04_train/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    artifacts.write_json(manifest, {"status": "complete", "question": {"train.lr": 0.5}})
+    code, _, err = night.run("--only", "04")
+    assert code == 2 and "04_train was made with another train.lr (was 0.5, is 0.001)" in err and night.done() == []
+
+
 def test_one_stage_alone_and_from_a_stage_on(night):
     assert night.run("--only", "05")[0] == 0
     assert night.done() == ["05_export"]
@@ -510,7 +519,9 @@ def test_a_stage_is_done_when_it_has_said_so_itself(made, monkeypatch, status, l
     """R02: one that is killed after its last row has its manifest left to write."""
     monkeypatch.setattr(pipeline.Pipeline, "plans", lambda _self, steps, *_: [{"pending": 0}] * len(steps))
     night = made()
-    artifacts.write_json(night.config.stage_dir("02_hidden_states") / "manifest.json", {"status": status})
+    artifacts.write_json(
+        night.config.stage_dir("02_hidden_states") / "manifest.json", {"status": status, "question": {}}
+    )
     assert night.pending(pipeline.STEPS[1]) == left
 
 

@@ -22,8 +22,8 @@ def call(tmp_path, capsys, monkeypatch):
     """Run a stage body in a fresh run folder; returns (exit code, summary, stderr)."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
 
-    def run(body, *overrides, name="01b_synthetic"):
-        argv = ["--set", f"run.dir={tmp_path}"]
+    def run(body, *overrides, name="01b_synthetic", flags=()):
+        argv = ["--set", f"run.dir={tmp_path}", *flags]
         for override in overrides:
             argv += ["--set", override]
         code = stage.run(name, body, stage.parser("test"), argv)
@@ -135,6 +135,8 @@ def test_a_changed_question_is_refused_and_the_manifest_kept(call, tmp_path):
     assert code == 2 and "generate.temperature" in summary["error"]
     assert "run.name" in summary["error"] and "run.take" in summary["error"]
     assert (tmp_path / "smollm2_cpu/01b_synthetic/manifest.json").read_bytes() == before
+    code, summary, _ = call(lambda _: {"findings": []}, "generate.temperature=0.9", flags=["--dry-run"])
+    assert code == 0 and ["generate.temperature" in finding for finding in summary["findings"]] == [True]
 
 
 def test_a_changed_amount_is_not_refused(call):
