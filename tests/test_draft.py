@@ -188,6 +188,7 @@ def test_the_teacher_has_the_targets_eps(drafter, verifier, target, tmp_path):
     """H05"""
     rows, reader = read(tmp_path, (20, [[5, 20]]))
     pack = reader(rows)
+    pack.states.mul_(1e-3)  # so small that either eps counts: at the usual size neither does
     assert drafter.norm.variance_epsilon != verifier.eps
     seen = {}
 
@@ -216,6 +217,26 @@ def test_a_miss_is_a_token_outside_the_draft_vocabulary(drafter, tmp_path):
     count, correct = draft.STATS.index("count"), draft.STATS.index("correct")
     assert right[0, correct] == right[0, count] == 14
     assert wrong[0, correct] == 0 and wrong[0, count] == 14
+
+
+def test_figures_of_drafts_written_out(drafter, tmp_path):
+    """What the best step is chosen by: five drafts of up to three guesses, each right (1) or wrong."""
+    rows, reader = read(tmp_path, (7, [[1, 7]]))
+    pack = reader(rows)
+    assert pack.depth.tolist() == [3, 3, 3, 2, 1, 0]
+    drafts = [[1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 1], [1]]
+    drafted = torch.zeros(STEPS, 6, dtype=torch.long)
+    asked = torch.zeros(STEPS, 6, dtype=torch.bool)
+    for anchor, draft_ in enumerate(drafts):
+        for step, right in enumerate(draft_):
+            drafted[step, anchor + step], asked[step, anchor + step] = 5 + right, True
+    pack.labels = torch.full((6,), int(6 + drafter.d2t[6]))
+    sums = drafter._statistics(pack, asked, torch.ones(STEPS, 6), drafted).sum(0)
+    by_name = dict(zip(draft.STATS, sums.T.tolist(), strict=True))
+    assert by_name["count"] == by_name["loss"] == [5, 4, 3]
+    assert by_name["correct"] == [4, 3, 3]
+    assert by_name["prefix"] == [4, 2, 1], "all guesses up to here"
+    assert by_name["prefix_before"] == [5, 3, 1], "all before, and asked here"
 
 
 # Its two kernels

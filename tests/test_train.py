@@ -403,6 +403,17 @@ def test_no_learning_rate_no_change(target, warm_start, tmp_path):
         assert torch.equal(weights[name].to(tensor.dtype), tensor), name
 
 
+def test_a_decay_of_zero_learns_from_the_first_guess_alone(target, warm_start, tmp_path):
+    weights = []
+    for name, settings in (("decayed", {"ttt_decay": 0.0}), ("one", {"ttt_steps": 1}), ("three", {})):
+        (tmp_path / name).mkdir()
+        path = captured.write_run(tmp_path / name, target, rows=6, warm_start=warm_start, max_steps=1, **settings)
+        assert captured.train(path)[0] == 0
+        weights.append(checkpoint.read_moments(last(path))["fc.weight.exp_avg"])
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-9)
+    assert not torch.allclose(weights[0], weights[2], rtol=1e-1, atol=1e-9)
+
+
 @pytest.mark.parametrize("groups", [["fc"], ["layer", "norms"], ["lm_head"]])
 def test_what_is_frozen_stays(target, warm_start, tmp_path, groups):
     from drafter.draft import group_of
