@@ -158,8 +158,9 @@ def test_a_conversation_is_on_one_side_and_stays_there():
     assert not sides[0] & sides[1]
     assert len(train) + len(held) == 300
     assert 0.1 < len(held) / 300 < 0.3
-    fewer = data.split(rows[:150], 0.2)[1]
-    assert {r.entry.conv_id for r in fewer} <= sides[1]
+    for count in range(30, 300, 30):
+        for fewer, all_of_them in zip(data.split(rows[:count], 0.2), sides, strict=True):
+            assert {r.entry.conv_id for r in fewer} <= all_of_them
 
 
 def test_a_tiny_set_still_has_something_to_validate_on():
