@@ -8,16 +8,15 @@ resume) and `state.json`.
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter import artifacts
+from drafter import artifacts, tensor_file
 from drafter.errors import ContractError
 
 WEIGHTS, CONFIG, OPTIMIZER, STATE = "drafter.safetensors", "config.json", "optimizer.safetensors", "state.json"
@@ -33,18 +32,30 @@ def step_number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def tensors_of(weights: dict[str, Tensor], moments: dict[str, Tensor]) -> list[Tensor]:
+    """In the order in which `save` writes them."""
+    return [*tensor_file.in_order(weights).values(), *tensor_file.in_order(moments).values()]
+
+
 def save(
-    path: Path, weights: dict[str, Tensor], config: dict[str, Any], moments: dict[str, Tensor], state: dict[str, Any]
+    path: Path,
+    weights: dict[str, Tensor],
+    config: dict[str, Any],
+    moments: dict[str, Tensor],
+    state: dict[str, Any],
+    wholes: Iterator[Tensor] | None = None,
 ) -> None:
-    """Write one step folder, whole or not at all. An OSError (disk full) leaves every earlier step as it was."""
+    """Write one step folder, whole or not at all. An OSError (disk full) leaves every earlier step as it was.
+
+    `wholes`: where tensors are sharded, those of `tensors_of` gathered, one after the other.
+    """
+    wholes = iter(tensors_of(weights, moments)) if wholes is None else wholes
     with artifacts.publish(path) as part:
         part.mkdir()
-        save_file(weights, part / WEIGHTS, metadata=_vouch(path, weights))
-        save_file(moments, part / OPTIMIZER, metadata=_vouch(path, moments))
+        for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, moments)):
+            tensor_file.write(part / name, tensor_file.in_order(tensors), wholes, {"folder": path.name})
         (part / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         (part / STATE).write_text(json.dumps(state, indent=1) + "\n")
-        for file in (WEIGHTS, OPTIMIZER):
-            (part / file).chmod(0o644)  # safetensors makes them private to the user
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
@@ -153,19 +164,7 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
             said = file.metadata()
     except SafetensorError as error:
         raise _broken(path, error) from None
-    if said and said != _vouch(folder, tensors):
+    vouched = {"format": "pt", "folder": folder.name, "sums": tensor_file.sums(tensors)}
+    if said and said != vouched:
         raise _broken(path, "its numbers are not those that were saved for this step")
     return {name: t.to(torch.float32) if t.is_floating_point() else t for name, t in tensors.items()}
-
-
-def _vouch(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """What a file says of itself, so that a flipped bit or another step's file is found.
-
-    Sums of bit patterns, eight bytes at once: a checksum of the usual kind would take longer than writing does.
-    """
-    sums = {}
-    for name, tensor in sorted(tensors.items()):
-        pattern = tensor.flatten().view(torch.uint8).numpy()
-        whole = len(pattern) // 8 * 8
-        sums[name] = int(pattern[:whole].view(np.int64).sum()) + int(pattern[whole:].sum())
-    return {"folder": folder.name, "sums": json.dumps(sums)}

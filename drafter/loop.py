@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from drafter import artifacts, checkpoint, data, draft, interrupts, layers, native, parallel, scratch
 from drafter.config import Config
@@ -320,18 +319,18 @@ class Training:
 
     def _save(self) -> None:
         """Gather on rank 0 and write there. Raises ResumableError when the disk is full; earlier steps stay."""
-        weights = parallel.gathered(draft.native_weights(self.model, self.keeps_embedding), self.ranks)
-        moments = parallel.gathered(self.optimizer.moments(), self.ranks)
+        weights, moments = draft.native_weights(self.model, self.keeps_embedding), self.optimizer.moments()
+        wholes = map(parallel.whole, checkpoint.tensors_of(weights, moments))
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
         def write() -> None:
             self.metrics.sync()
-            checkpoint.save(path, weights, self.settings, moments, self._state())
+            checkpoint.save(path, weights, self.settings, moments, self._state(), wholes)
             checkpoint.prune(self.stage.folder, self.config.train.keep_checkpoints)
 
         try:
-            self.ranks.on_main(write)
-        except (OSError, SafetensorError, parallel.MainFailed) as error:
+            self.ranks.on_main(write, wholes)
+        except (OSError, parallel.MainFailed) as error:
             done = checkpoint.complete_steps(self.stage.folder)
             kept = done[-1].name if done else "nothing"
             raise ResumableError(f"step {self.position.step} could not be saved ({error}); {kept} is kept") from None

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -75,14 +75,19 @@ class Ranks:
         if self.world > 1:
             self.sum(torch.zeros((), device=self.device))
 
-    def on_main(self, work: Callable[[], Any]) -> None:
-        """Run `work` on rank 0 while the others wait; what it raises stops every rank."""
+    def on_main(self, work: Callable[[], Any], together: Iterable = ()) -> None:
+        """Run `work` on rank 0 while the others wait; what it raises stops every rank.
+
+        `together`: what `work` goes through and all ranks must, to its end, also where `work` fails.
+        """
         failed: BaseException | None = None
         if self.main:
             try:
                 work()
             except Exception as error:
                 failed = error
+        for _ in together:
+            pass
         known = failed and (of_the_machine(failed) or failed)
         code = 0 if failed is None else getattr(known, "exit_code", 1)
         if (said := int(self.sum(torch.tensor(code, device=self.device)))) and failed is None:
@@ -214,16 +219,6 @@ def gradient_sync(wrapped: torch.nn.Module, last: bool) -> Iterator[None]:
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; every rank must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gathered(tensors: dict[str, Tensor], own: Ranks) -> dict[str, Tensor]:
-    """Whole tensors in rank 0's host memory, one after the other; empty elsewhere. Every rank must ask."""
-    result = {}
-    for name, tensor in tensors.items():
-        tensor = whole(tensor.detach())
-        if own.main:
-            result[name] = tensor.cpu().contiguous()
-    return result
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ def test_what_is_measured_before_the_first_step_is_never_lost(undisturbed, targe
 def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tmp_path, monkeypatch):
     """T12, T13: SIGKILL after every second step, and once in the middle of a save."""
     path = captured.write_run(tmp_path, target, warm_start=warm_start)
-    original, save = loop.Training._step, checkpoint.save_file
+    original, save = loop.Training._step, checkpoint.tensor_file.write
 
     def killed(at):
         def work():
@@ -236,7 +236,7 @@ def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tm
                 save(*args, **kwargs)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            monkeypatch.setattr(checkpoint, "save_file", half)
+            monkeypatch.setattr(checkpoint.tensor_file, "write", half)
             captured.train(path)
 
         return captured.wait(captured.forked(work))

@@ -1,0 +1,83 @@
+"""Safetensors files written while their tensors come from a device.
+
+safetensors' own writer wants every tensor in host memory first, and the disk begins when the last is written. Here a
+tensor goes through one pinned piece of memory, and the disk works meanwhile: a signal waits for little but the disk.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PIECE = 64 << 20  # bytes on their way at once
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}  # safetensors' names
+WORD = 1 << 64
+
+
+def in_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As they lie in a file: wide numbers first, so that each tensor is aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
+def write(path: Path, tensors: dict[str, Tensor], wholes: Iterator[Tensor], facts: dict[str, str]) -> None:
+    """Write `tensors` to `path`, with `facts` and their sums as metadata. Raises OSError. Most of it is durable then.
+
+    `tensors`: dtypes and (unsharded) shapes, `in_order`; `wholes`: gives as many tensors, on any device.
+    """
+    size = len(_header(tensors, facts, dict.fromkeys(tensors, WORD)))
+    staging = torch.empty(PIECE, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as disk:
+        file.seek(size)
+        syncing, found = disk.submit(os.fdatasync, file.fileno()), {}
+        for name, whole in zip(tensors, wholes, strict=False):
+            found[name] = 0
+            for piece in _bytes(whole).split(PIECE):
+                block = (staging[: len(piece)].copy_(piece) if piece.is_cuda else piece).numpy()
+                found[name] = (found[name] + _sum(block)) % WORD
+                _write_all(file, block)
+                if syncing.done():
+                    syncing.result()
+                    syncing = disk.submit(os.fdatasync, file.fileno())
+        syncing.result()
+        file.seek(0)
+        _write_all(file, _header(tensors, facts, found, size - 8))
+
+
+def sums(tensors: dict[str, Tensor]) -> str:
+    """Of each CPU tensor's bytes, eight at once: a checksum of the usual kind would take longer than writing does."""
+    found = {name: sum(_sum(p.numpy()) for p in _bytes(t).split(PIECE)) % WORD for name, t in tensors.items()}
+    return json.dumps(found, sort_keys=True)
+
+
+def _sum(block: np.ndarray) -> int:
+    words = len(block) // 8 * 8
+    return int(block[:words].view(np.uint64).sum(dtype=np.uint64)) + int(block[words:].sum())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _header(tensors: dict[str, Tensor], facts: dict[str, str], sums: dict[str, int], room: int = 0) -> bytes:
+    """Everything before the first tensor's bytes, of at least `room` bytes beside the length."""
+    tree: dict = {"__metadata__": {"format": "pt", **facts, "sums": json.dumps(sums, sort_keys=True)}}
+    position = 0
+    for name, tensor in tensors.items():
+        end = position + tensor.numel() * tensor.element_size()
+        tree[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(tree, separators=(",", ":")).encode("ascii")
+    padded = max(room, -(-len(text) // 8) * 8)
+    return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def _write_all(file: FileIO, block: np.ndarray | bytes) -> None:
+    view = memoryview(block)
+    while view:
+        view = view[file.write(view) :]
