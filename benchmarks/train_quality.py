@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train as bench
 import train_stage
 
-from drafter import config, data, draft, optimizer, verifier
+from drafter import checkpoint, config, data, draft, native, optimizer, verifier
 from drafter.contracts import Counts
 from drafter.dataset import Dataset
 from drafter.loop import first_draft
@@ -29,27 +29,17 @@ from drafter.loop import first_draft
 
 def train_library(folder: Path, run_config: config.Config, dataset_folder: Path, steps: int) -> Path:
     """speculators' model after so many steps, as its checkpoints are."""
-    from speculators.models.eagle3.data import shift_batch
-    from speculators.train.dataloader import create_train_val_loaders
-
     target, train = run_config.target, run_config.train
     captured = run_config.stage_dir("02_hidden_states")
     rows = data.examples(data.read_index(captured), target.max_seq_len, train.ttt_steps, Counts())
-    training, held_out = data.split(rows, train.validation_share)
+    training, _ = data.split(rows, train.validation_share)
     weights, settings = first_draft(
         run_config, verifier.read_verifier(target.model), Dataset(captured, training, [], None)
     )
     built = draft.build(weights, settings, verifier.read_verifier(target.model), target)
     model = bench.library_model(built)
     draft.trainable(model, train.trainable)
-    loader, _ = create_train_val_loaders(
-        data_path=str(dataset_folder), total_seq_len=target.max_seq_len, hidden_states_dtype=torch.float32,
-        vllm_endpoint="", on_missing="raise", verifier_name_or_path=str(target.model), request_timeout=None,
-        max_retries=0, generation_validation_retries=0, max_consecutive_generation_failures=1,
-        hidden_size=built.config.transformer_layer_config.hidden_size, num_target_layers=3, num_workers=0,
-        prefetch_factor=None, preprocess=shift_batch,
-        train_data_ratio=(len(training) + 0.5) / (len(training) + len(held_out)),
-    )  # fmt: skip
+    loader, _ = train_stage.library_loaders(run_config, dataset_folder, torch.float32)
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(parameters, betas=train.betas, weight_decay=train.weight_decay)
     loss_config, done, epoch = bench.library_loss(), 0, 0
@@ -76,6 +66,31 @@ def train_library(folder: Path, run_config: config.Config, dataset_folder: Path,
     return best.parent
 
 
+def as_served(ours: list[str], environment: dict[str, str], folder: Path, library: Path, own: Path) -> None:
+    """The library's drafter on the rows that were held out, by the figures of our validation."""
+    best = library / "checkpoint_best"
+    weights = {name.replace("layers.0.", "midlayer."): t for name, t in load_file(best / "model.safetensors").items()}
+    weights = {
+        name: t for name, t in weights.items() if name != native.EMBEDDING and not name.startswith("verifier_")
+    }
+    drafter = folder / "library_drafter"
+    drafter.mkdir()
+    save_file(weights, drafter / native.WEIGHTS)
+    settings = checkpoint.read_draft(checkpoint.best_step(own))[1]
+    (drafter / native.CONFIG).write_text(json.dumps(settings))
+    changes = {"run.name": "library", "train.warm_start": drafter, "train.draft_vocab_size": "null", "train.lr": 0}
+    changes |= {"train.max_steps": 1}
+    line = [*ours, *(part for key, value in changes.items() for part in ("--set", f"{key}={value}"))]
+    done = subprocess.run([sys.executable, *line], env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"speculators' drafter was not measured: {done.stdout[-2000:]}")
+    for name, log, number in (("ours", own, -1), ("speculators", folder / "runs/library/04_train", 0)):
+        records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+        figures = [record for record in records if record["kind"] == "validation"][number]
+        for key in ("loss", "accuracy", "conditional_accuracy", "expected_acceptance"):
+            bench.metric(f"held_out_{name}_{key}", str(figures[key]))
+
+
 def main() -> None:
     arguments = bench.parse(__doc__)
     with bench.scratch() as folder:
@@ -95,7 +110,7 @@ def main() -> None:
         started = time.perf_counter()
         library = train_library(folder, config.load(Path(ours[2]), overrides), folder / "library", steps)
         bench.metric("library_s", time.perf_counter() - started)
-        train_stage.as_served(ours, dict(os.environ), folder, library, own)
+        as_served(ours, dict(os.environ), folder, library, own)
 
 
 if __name__ == "__main__":

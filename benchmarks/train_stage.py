@@ -12,17 +12,18 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train as bench
 
-from drafter import checkpoint, contracts, data, native, scratch, states
+from drafter import checkpoint, config, contracts, data, draft, scratch, states, verifier
 
 VALIDATION_SHARE = 0.1
 SMOLLM2 = bench.Shape(576, 1536, 9, 3, 64, 49152, 32000, pack=4096, row=300)
@@ -179,29 +180,46 @@ def make_library_run(folder: Path, ours: list[str]) -> tuple[list[str], int]:
     return command, sum(columns["seq_len"][: len(training)])
 
 
-def as_served(ours: list[str], environment: dict[str, str], folder: Path, library: Path, own: Path) -> None:
-    """The library's drafter on the rows that were held out, by the figures of our validation."""
-    best = library / "checkpoint_best"
-    weights = {name.replace("layers.0.", "midlayer."): t for name, t in load_file(best / "model.safetensors").items()}
-    weights = {
-        name: t for name, t in weights.items() if name != native.EMBEDDING and not name.startswith("verifier_")
-    }
-    drafter = folder / "library_drafter"
-    drafter.mkdir()
-    save_file(weights, drafter / native.WEIGHTS)
-    settings = checkpoint.read_draft(checkpoint.best_step(own))[1]
-    (drafter / native.CONFIG).write_text(json.dumps(settings))
-    changes = {"run.name": "library", "train.warm_start": drafter, "train.draft_vocab_size": "null", "train.lr": 0}
-    changes |= {"train.max_steps": 1}
-    line = [*ours, *(part for key, value in changes.items() for part in ("--set", f"{key}={value}"))]
-    done = subprocess.run([sys.executable, *line], env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"speculators' drafter was not measured: {done.stdout[-2000:]}")
-    for name, log, number in (("ours", own, -1), ("speculators", folder / "runs/library/04_train", 0)):
-        records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-        figures = [record for record in records if record["kind"] == "validation"][number]
-        for key in ("loss", "accuracy", "conditional_accuracy", "expected_acceptance"):
-            bench.metric(f"held_out_{name}_{key}", str(figures[key]))
+def library_loaders(run_config: config.Config, dataset: Path, dtype: torch.dtype):
+    """speculators' own loaders, of the training and of the held-out rows, split as stage 04 splits them."""
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.dataloader import create_train_val_loaders
+
+    target, train = run_config.target, run_config.train
+    captured = run_config.stage_dir("02_hidden_states")
+    rows = data.examples(data.read_index(captured), target.max_seq_len, train.ttt_steps, contracts.Counts())
+    training, held_out = data.split(rows, train.validation_share)
+    return create_train_val_loaders(
+        data_path=str(dataset), total_seq_len=target.max_seq_len, hidden_states_dtype=dtype, vllm_endpoint="",
+        on_missing="raise", verifier_name_or_path=str(target.model), request_timeout=None, max_retries=0,
+        generation_validation_retries=0, max_consecutive_generation_failures=1,
+        hidden_size=target.architecture.hidden_size, num_target_layers=3, num_workers=0,
+        prefetch_factor=None, preprocess=shift_batch,
+        train_data_ratio=(len(training) + 0.5) / (len(training) + len(held_out)),
+    )  # fmt: skip
+
+
+def by_its_yardstick(run_config: config.Config, dataset: Path, library: Path, own: Path) -> None:
+    """Both drafters in speculators' own validation: k guesses in a row that are the target's likeliest tokens."""
+    from speculators import SpeculatorModel
+
+    target = run_config.target
+    weights, settings = checkpoint.read_draft(checkpoint.best_step(own))
+    built = draft.build(weights, settings, verifier.read_verifier(target.model), target)
+    theirs = SpeculatorModel.from_pretrained(str(library / "checkpoint_best"))
+    theirs.load_verifier_weights()
+    compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    for name, model in (("ours", bench.library_model(built)), ("speculators", theirs.float().to(bench.device()))):
+        counts: Counter = Counter()
+        for batch in library_loaders(run_config, dataset, compute)[1]:
+            batch = {key: t.to(bench.device()) for key, t in batch.items() if isinstance(t, torch.Tensor)}
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+                _, _, found = model(**batch, ttt_steps=run_config.train.ttt_steps, loss_config=bench.library_loss())
+            counts.update({key: float(value) for key, value in found.items()})
+        steps = range(run_config.train.ttt_steps)
+        right = [counts[f"full_acc_{k}_sum"] / counts[f"full_acc_{k}_total"] for k in steps]
+        bench.metric(f"held_out_{name}_right_in_a_row", " ".join(f"{share:.4f}" for share in right))
+        bench.metric(f"held_out_{name}_one_and_their_sum", 1 + sum(right))
 
 
 def main() -> None:
@@ -229,13 +247,15 @@ def main() -> None:
                     [*theirs, "--save-path", str(library)], env=environment, capture_output=True, text=True
                 )
                 seconds = time.perf_counter() - started
+                print(done.stderr[-6000:], file=sys.stderr)
                 if done.returncode:
                     print((done.stdout + done.stderr)[-2000:], flush=True)
                     raise SystemExit(f"speculators train failed: {done.returncode}")
                 bench.metric(f"stage_{state}_speculators_process_s", seconds)
                 bench.metric(f"stage_{state}_speculators_process_tokens_per_s", trained / seconds)
                 if arguments.captured and turn == 0:
-                    as_served(ours, environment, folder, library, own)
+                    run_config = config.load(Path(ours[2]), [part for part in ours if "=" in part])
+                    by_its_yardstick(run_config, folder / "library", library, own)
 
 
 if __name__ == "__main__":
