@@ -247,7 +247,7 @@ def main() -> None:
                     [*theirs, "--save-path", str(library)], env=environment, capture_output=True, text=True
                 )
                 seconds = time.perf_counter() - started
-                print(done.stderr[-6000:], file=sys.stderr)
+                print(done.stdout[-3000:], done.stderr[-6000:], file=sys.stderr)
                 if done.returncode:
                     print((done.stdout + done.stderr)[-2000:], flush=True)
                     raise SystemExit(f"speculators train failed: {done.returncode}")
