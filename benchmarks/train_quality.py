@@ -1,21 +1,23 @@
-"""Does a step teach as much as speculators' own? Both drafters trained on a run's rows, measured by one yardstick.
+"""Does a step teach as much as speculators' own? Drafters trained on a run's rows, measured by two yardsticks.
 
-    python benchmarks/train_quality.py --captured runs/smollm2_cpu       on a CPU too, in two minutes
+    python benchmarks/train_quality.py --captured runs/smollm2_cpu       on a CPU too, in three minutes
 
-speculators' model, loss, loader and mask, in the plain loop of its trainer (which wants a GPU). Both begin
-with the same weights and take as many steps under the same AdamW and schedule. The yardstick is the validation of
-stage 04: what serving would ask, on rows that neither has seen. Figures are printed as `METRIC name value`.
+speculators' model, loss, loader and mask, in the plain loop of its trainer (which wants a GPU), under the same AdamW
+and schedule and for as many steps; once with our drafter's form and first weights, once as its trainer would make it,
+with norms that ours does not have. The first yardstick is the validation of stage 04: what serving would ask. The
+second is its own: the target's likeliest tokens, wherever the mask is. Figures are printed as `METRIC name value`.
 """
 
+import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train as bench
@@ -27,19 +29,45 @@ from drafter.dataset import Dataset
 from drafter.loop import first_draft
 
 
-def train_library(folder: Path, run_config: config.Config, dataset_folder: Path, steps: int) -> Path:
-    """speculators' model after so many steps, as its checkpoints are."""
+def in_our_form(run_config: config.Config) -> torch.nn.Module:
+    """speculators' model with the first weights of stage 04."""
     target, train = run_config.target, run_config.train
     captured = run_config.stage_dir("02_hidden_states")
     rows = data.examples(data.read_index(captured), target.max_seq_len, train.ttt_steps, Counts())
     training, _ = data.split(rows, train.validation_share)
-    weights, settings = first_draft(
-        run_config, verifier.read_verifier(target.model), Dataset(captured, training, [], None)
-    )
-    built = draft.build(weights, settings, verifier.read_verifier(target.model), target)
-    model = bench.library_model(built)
+    known = verifier.read_verifier(target.model)
+    weights, settings = first_draft(run_config, known, Dataset(captured, training, [], None))
+    model = bench.library_model(draft.build(weights, settings, known, target))
     draft.trainable(model, train.trainable)
-    loader, _ = train_stage.library_loaders(run_config, dataset_folder, torch.float32)
+    return model
+
+
+def in_its_form(run_config: config.Config, dataset: Path) -> torch.nn.Module:
+    """What speculators' trainer makes of its defaults: norms before `fc`, before the residual and of the output."""
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from transformers import AutoConfig, LlamaConfig
+
+    target, size = run_config.target, run_config.train.draft_vocab_size
+    whole = AutoConfig.from_pretrained(target.model)
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "max_position_embeddings", "rms_norm_eps", "rope_parameters",
+    )  # fmt: skip
+    layer = LlamaConfig(num_hidden_layers=1, **{key: getattr(whole, key) for key in same})
+    maps = {name: torch.from_numpy(np.load(dataset / f"{name}-{size}.npy")) for name in ("t2d", "d2t")}
+    torch.manual_seed(0)
+    model = Eagle3DraftModel.from_training_args(
+        layer, **maps, draft_vocab_size=size, norm_before_residual=True, norm_before_fc=True, norm_output=True,
+        ttt_steps=run_config.train.ttt_steps, verifier_name_or_path=str(target.model),
+        target_layer_ids=list(target.layer_ids[:-1]),
+        draft_attn_impl="simple_flex_attention" if torch.cuda.is_available() else "sdpa",
+    )  # fmt: skip
+    return model.float().to(bench.device())
+
+
+def train_library(model: torch.nn.Module, run_config: config.Config, dataset: Path, steps: int) -> None:
+    train = run_config.train
+    loader, _ = train_stage.library_loaders(run_config, dataset, torch.float32)
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(parameters, betas=train.betas, weight_decay=train.weight_decay)
     loss_config, done, epoch = bench.library_loss(), 0, 0
@@ -56,32 +84,24 @@ def train_library(folder: Path, run_config: config.Config, dataset_folder: Path,
             for group in adamw.param_groups:
                 group["lr"] = optimizer.learning_rate(done, steps, train)
             adamw.step()
-            if done % 20 == 0 or done == steps:
-                bench.metric(f"library_step_{done}_loss", loss.item())
             if done == steps:
                 break
-    best = folder / "library0/checkpoint_best"
-    best.mkdir(parents=True)
-    save_file({name: t.contiguous() for name, t in model.state_dict().items()}, best / "model.safetensors")
-    return best.parent
 
 
-def as_served(ours: list[str], environment: dict[str, str], folder: Path, library: Path, own: Path) -> None:
-    """The library's drafter on the rows that were held out, by the figures of our validation."""
-    best = library / "checkpoint_best"
-    weights = {name.replace("layers.0.", "midlayer."): t for name, t in load_file(best / "model.safetensors").items()}
-    weights = {
-        name: t for name, t in weights.items() if name != native.EMBEDDING and not name.startswith("verifier_")
-    }
+def as_served(ours: list[str], folder: Path, model: torch.nn.Module, own: Path) -> None:
+    """A drafter of our form on the rows that were held out, by the figures of our validation."""
+    weights = {name.replace("layers.0.", "midlayer."): t.contiguous() for name, t in model.state_dict().items()}
+    left_out = (native.EMBEDDING, "verifier_")
     drafter = folder / "library_drafter"
     drafter.mkdir()
+    weights = {name: t for name, t in weights.items() if not name.startswith(left_out)}
     save_file(weights, drafter / native.WEIGHTS)
     settings = checkpoint.read_draft(checkpoint.best_step(own))[1]
     (drafter / native.CONFIG).write_text(json.dumps(settings))
     changes = {"run.name": "library", "train.warm_start": drafter, "train.draft_vocab_size": "null", "train.lr": 0}
     changes |= {"train.max_steps": 1}
     line = [*ours, *(part for key, value in changes.items() for part in ("--set", f"{key}={value}"))]
-    done = subprocess.run([sys.executable, *line], env=environment, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, *line], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"speculators' drafter was not measured: {done.stdout[-2000:]}")
     for name, log, number in (("ours", own, -1), ("speculators", folder / "runs/library/04_train", 0)):
@@ -92,25 +112,32 @@ def as_served(ours: list[str], environment: dict[str, str], folder: Path, librar
 
 
 def main() -> None:
-    arguments = bench.parse(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--captured", type=Path, required=True, help="a run whose stage 02 is complete")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    arguments = parser.parse_args()
     with bench.scratch() as folder:
-        ours = train_stage.take_run(folder, Path(arguments.captured), train_stage.SMOLLM2)
-        changes = {"train.epochs": arguments.epochs, "train.lr": 1e-3, "train.draft_vocab_size": 4096}
+        ours = train_stage.take_run(folder, arguments.captured, train_stage.SMOLLM2)
+        changes = {"train.epochs": arguments.epochs, "train.lr": arguments.lr, "train.draft_vocab_size": 4096}
         changes |= {"target.max_seq_len": 512, "train.precision": "fp32"}
         changes |= {"run.take.02_hidden_states": folder / "runs/bench/02_hidden_states"}
         ours += [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-        theirs, _ = train_stage.make_library_run(folder, ours)
-        own = folder / "runs/turn0/04_train"
+        train_stage.make_library_run(folder, ours)
+        own, dataset = folder / "runs/turn0/04_train", folder / "library"
         started = time.perf_counter()
         subprocess.run([sys.executable, *ours, "--set", "run.name=turn0"], check=True, stdout=subprocess.DEVNULL)
         bench.metric("ours_s", time.perf_counter() - started)
         steps = json.loads((own / "manifest.json").read_text())["facts"]["steps"]
         bench.metric("steps", str(steps))
-        overrides = [part for part in ours if "=" in part]
-        started = time.perf_counter()
-        library = train_library(folder, config.load(Path(ours[2]), overrides), folder / "library", steps)
-        bench.metric("library_s", time.perf_counter() - started)
-        as_served(ours, dict(os.environ), folder, library, own)
+        run_config = config.load(Path(ours[2]), [part for part in ours if "=" in part])
+        models = {"speculators": in_our_form(run_config), "speculators_default": in_its_form(run_config, dataset)}
+        for name, model in models.items():
+            started = time.perf_counter()
+            train_library(model, run_config, dataset, steps)
+            bench.metric(f"{name}_s", time.perf_counter() - started)
+        as_served(ours, folder, models["speculators"], own)
+        train_stage.by_its_yardstick(run_config, dataset, {"ours": train_stage.best_of(run_config, own)} | models)
 
 
 if __name__ == "__main__":

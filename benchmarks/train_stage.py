@@ -199,19 +199,12 @@ def library_loaders(run_config: config.Config, dataset: Path, dtype: torch.dtype
     )  # fmt: skip
 
 
-def by_its_yardstick(run_config: config.Config, dataset: Path, library: Path, own: Path) -> None:
-    """Both drafters in speculators' own validation: k guesses in a row that are the target's likeliest tokens."""
-    from speculators import SpeculatorModel
-
-    target = run_config.target
-    weights, settings = checkpoint.read_draft(checkpoint.best_step(own))
-    built = draft.build(weights, settings, verifier.read_verifier(target.model), target)
-    theirs = SpeculatorModel.from_pretrained(str(library / "checkpoint_best"))
-    theirs.load_verifier_weights()
-    compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    for name, model in (("ours", bench.library_model(built)), ("speculators", theirs.float().to(bench.device()))):
+def by_its_yardstick(run_config: config.Config, dataset: Path, models: dict[str, torch.nn.Module]) -> None:
+    """speculators' own validation of models of its class: k guesses in a row that the target thinks likeliest."""
+    for name, model in models.items():
         counts: Counter = Counter()
-        for batch in library_loaders(run_config, dataset, compute)[1]:
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        for batch in library_loaders(run_config, dataset, dtype)[1]:
             batch = {key: t.to(bench.device()) for key, t in batch.items() if isinstance(t, torch.Tensor)}
             with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
                 _, _, found = model(**batch, ttt_steps=run_config.train.ttt_steps, loss_config=bench.library_loss())
@@ -220,6 +213,13 @@ def by_its_yardstick(run_config: config.Config, dataset: Path, library: Path, ow
         right = [counts[f"full_acc_{k}_sum"] / counts[f"full_acc_{k}_total"] for k in steps]
         bench.metric(f"held_out_{name}_right_in_a_row", " ".join(f"{share:.4f}" for share in right))
         bench.metric(f"held_out_{name}_one_and_their_sum", 1 + sum(right))
+
+
+def best_of(run_config: config.Config, own: Path) -> torch.nn.Module:
+    """The best step of a stage 04, as a model of speculators' class."""
+    target = run_config.target
+    weights, settings = checkpoint.read_draft(checkpoint.best_step(own))
+    return bench.library_model(draft.build(weights, settings, verifier.read_verifier(target.model), target))
 
 
 def main() -> None:
@@ -254,8 +254,13 @@ def main() -> None:
                 bench.metric(f"stage_{state}_speculators_process_s", seconds)
                 bench.metric(f"stage_{state}_speculators_process_tokens_per_s", trained / seconds)
                 if arguments.captured and turn == 0:
+                    from speculators import SpeculatorModel
+
+                    theirs_best = SpeculatorModel.from_pretrained(str(library / "checkpoint_best")).float()
+                    theirs_best.load_verifier_weights()
                     run_config = config.load(Path(ours[2]), [part for part in ours if "=" in part])
-                    by_its_yardstick(run_config, folder / "library", library, own)
+                    models = {"ours": best_of(run_config, own), "speculators": theirs_best.to(bench.device())}
+                    by_its_yardstick(run_config, folder / "library", models)
 
 
 if __name__ == "__main__":
