@@ -7,11 +7,11 @@ from drafter.errors import StageError
 from drafter.stage import read_taken
 
 UNITS: dict[config.StageName, str] = {
-    "01b_synthetic": "requests to answer",
-    "02_hidden_states": "rows to read back",
-    "04_train": "steps to train",
-    "05_export": "drafter to write",
-    "06_acceptance": "measurements to make",
+    "01b_synthetic": "request{} to answer",
+    "02_hidden_states": "row{} to read back",
+    "04_train": "step{} to train",
+    "05_export": "drafter{} to write",
+    "06_acceptance": "measurement{} to make",
 }
 
 
@@ -64,4 +64,5 @@ def _work(plan: dict, before: list[config.StageName], lacks_input: bool) -> str:
     for name, entry in plan.get("sources", {}).items():
         details.append(f"{name}: {prompts.drawn(entry)}")
     more = f" ({'; '.join(details)})" if details else ""
-    return f"{plan['pending']:,} {UNITS[plan['stage']]}{more}"
+    pending = plan["pending"]
+    return f"{pending:,} {UNITS[plan['stage']].format('s' * (pending != 1))}{more}"
