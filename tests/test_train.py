@@ -286,12 +286,13 @@ def wait_for_steps(path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "kind"), [(1, "ddp"), (2, "fsdp2")])
 def test_a_full_disk_keeps_the_step_before_and_can_be_resumed(
-    undisturbed, target, warm_start, tmp_path, monkeypatch, world
+    undisturbed, target, warm_start, tmp_path, monkeypatch, world, kind
 ):
-    """T13: the kernel refuses to write, to rank 0 alone, and every rank ends."""
-    path = captured.write_run(tmp_path, target, warm_start=warm_start, tokens_per_step=64 * world)
+    """T13: the kernel refuses to write, to rank 0 alone, while the others gather with it, and every rank ends."""
+    settings = {"tokens_per_step": 64 * world, "parallel": kind}
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, **settings)
     original = loop.Training._step
 
     def step(self, planned):
