@@ -86,21 +86,23 @@ def test_a_drafter_taught_five_replies_drafts_them(model, generate_server, tmp_p
     replies, entries = {}, []
     folder = run.stage_dir("02_hidden_states")
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for question in QUESTIONS:
-        reply = ask(generate_server.url, question)
-        replies[question] = reply["choices"][0]["token_ids"]
-        ids = reply["prompt_token_ids"] + replies[question]
-        row_id = contracts.content_id(question)
+
+    def capture(row_id: str, conversation: str, ids: list[int], prompt: int) -> None:
         place = folder / contracts.states_path(row_id)
         place.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"token_ids": torch.tensor(ids), "hidden_states": states_of(target, ids)}
         size = states.write(place, tensors, states.metadata(row_id, "smollm2", run.target.layer_ids, "bf16"))
-        spans = [[len(reply["prompt_token_ids"]), len(ids)]]
-        entries.append(contracts.IndexEntry(row_id, row_id, "test", len(ids), len(ids), spans, None, size))
+        spans = [[prompt, len(ids)]]
+        entries.append(contracts.IndexEntry(row_id, conversation, "test", len(ids), len(ids), spans, None, size))
+
+    for question in QUESTIONS:
+        reply = ask(generate_server.url, question)
+        replies[question] = reply["choices"][0]["token_ids"]
+        row_id, prompt = contracts.content_id(question), reply["prompt_token_ids"]
+        capture(row_id, row_id, prompt + replies[question], len(prompt))
     # The one row that validation takes is a copy of another, so that all five are learnt.
-    copy = min(entries, key=lambda e: e.conv_id)
-    conversation = next(f"{n:x}" for n in range(10**6) if captured.lowest(f"{n:x}", [e.conv_id for e in entries]))
-    entries.append(contracts.IndexEntry(**{**copy.to_record(), "conv_id": conversation}))
+    lowest = next(f"{n:x}" for n in range(10**6) if captured.lowest(f"{n:x}", [e.conv_id for e in entries]))
+    capture(contracts.content_id("copy"), lowest, prompt + replies[question], len(prompt))
     captured.write_stage(folder, entries)
 
     code, summary = captured.train(path)
