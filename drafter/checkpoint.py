@@ -100,7 +100,7 @@ def read_state(path: Path, *needed: str) -> dict[str, Any]:
             raise _broken(path / STATE, f"{key} is missing")
         if not isinstance(state[key], int | float):
             raise _broken(path / STATE, f"{key} is {state[key]!r}")
-    if NAME.fullmatch(path.name) and state.get("step", step_number(path)) != step_number(path):
+    if NAME.fullmatch(path.name) and state["step"] != step_number(path):
         raise _broken(path / STATE, f"it is of step {state['step']}")
     return state
 

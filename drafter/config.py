@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -19,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from drafter import strict_yaml
+from drafter import config_tree, strict_yaml
 from drafter.errors import ConfigError
 from drafter.model_folder import Architecture, read_added_tokens, read_architecture
 
@@ -376,18 +375,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
 
     Relative paths are taken from the project's root. Raises ConfigError, one line.
     """
-    try:
-        tree = strict_yaml.load(Path(path).read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"no config file {path}") from None
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must be a mapping of sections")
-    for override in overrides:
-        _apply(tree, override)
+    tree = config_tree.read(path, overrides, ROOT)
     try:
         loaded = _rooted(Config.model_validate(tree))
         loaded.__dict__["origin"] = Origin(str(path), tuple(overrides))
@@ -399,35 +387,6 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         problems = [e for e in problems if e["loc"] not in inner]
         unknown = [e for e in problems if e["type"] == "extra_forbidden"]
         raise ConfigError(f"{path}: " + "; ".join(_explain(e) for e in unknown or problems)) from None
-
-
-def _apply(tree: dict, override: str) -> None:
-    key, found, text = override.partition("=")
-    if not found:
-        raise ConfigError(f"--set {override}: write it as section.key=value")
-    *parents, last = key.split(".")
-    try:
-        value = _value(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--set {override}: the value is not YAML: {' '.join(str(error).split())[:300]}") from None
-    node: Any = tree
-    try:
-        for part in parents:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        node[int(last) if isinstance(node, list) else last] = value
-    except (ValueError, IndexError, TypeError, AttributeError):
-        raise ConfigError(f"--set {override}: no such place in the config") from None
-
-
-def _value(text: str) -> Any:
-    """YAML, or `@FILE` for what that file holds."""
-    if not text.startswith("@"):
-        return strict_yaml.load(text)
-    path = ROOT / text[1:]
-    try:
-        return strict_yaml.load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"--set: {path} cannot be read ({error.strerror})") from None
 
 
 def _explain(error: dict) -> str:

@@ -1,0 +1,56 @@
+"""A config file and its `section.key=value` overrides as one tree, before anything is known of its keys."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drafter import strict_yaml
+from drafter.errors import ConfigError
+
+
+def read(path: str | Path, overrides: Sequence[str], root: Path) -> dict[str, Any]:
+    """Values of overrides are YAML; `@FILE`, from `root`, takes them from a file. Raises ConfigError, one line."""
+    try:
+        tree = strict_yaml.load(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of sections")
+    for override in overrides:
+        _apply(tree, override, root)
+    return tree
+
+
+def _apply(tree: dict, override: str, root: Path) -> None:
+    key, found, text = override.partition("=")
+    if not found:
+        raise ConfigError(f"--set {override}: write it as section.key=value")
+    *parents, last = key.split(".")
+    try:
+        value = _value(text, root)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {override}: the value is not YAML: {' '.join(str(error).split())[:300]}") from None
+    node: Any = tree
+    try:
+        for part in parents:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[int(last) if isinstance(node, list) else last] = value
+    except (ValueError, IndexError, TypeError, AttributeError):
+        raise ConfigError(f"--set {override}: no such place in the config") from None
+
+
+def _value(text: str, root: Path) -> Any:
+    """YAML, or `@FILE` for what that file holds."""
+    if not text.startswith("@"):
+        return strict_yaml.load(text)
+    path = root / text[1:]
+    try:
+        return strict_yaml.load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--set: {path} cannot be read ({error.strerror})") from None
