@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train as bench
 import train_stage
 
-from drafter import checkpoint, config, data, draft, native, optimizer, verifier
-from drafter.contracts import Counts
+from drafter import checkpoint, config, draft, native, optimizer, verifier
 from drafter.dataset import Dataset
 from drafter.loop import first_draft
 
@@ -33,8 +32,7 @@ def in_our_form(run_config: config.Config) -> torch.nn.Module:
     """speculators' model with the first weights of stage 04."""
     target, train = run_config.target, run_config.train
     captured = run_config.stage_dir("02_hidden_states")
-    rows = data.examples(data.read_index(captured), target.max_seq_len, train.ttt_steps, Counts())
-    training, _ = data.split(rows, train.validation_share)
+    training, _ = train_stage.split_rows(run_config)
     known = verifier.read_verifier(target.model)
     weights, settings = first_draft(run_config, known, Dataset(captured, training, [], None))
     model = bench.library_model(draft.build(weights, settings, known, target))
@@ -105,8 +103,7 @@ def as_served(ours: list[str], folder: Path, model: torch.nn.Module, own: Path) 
     if done.returncode:
         raise SystemExit(f"speculators' drafter was not measured: {done.stdout[-2000:]}")
     for name, log, number in (("ours", own, -1), ("speculators", folder / "runs/library/04_train", 0)):
-        records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-        figures = [record for record in records if record["kind"] == "validation"][number]
+        figures = train_stage.records(log, "validation")[number]
         for key in ("loss", "accuracy", "conditional_accuracy", "expected_acceptance"):
             bench.metric(f"held_out_{name}_{key}", str(figures[key]))
 
@@ -130,7 +127,7 @@ def main() -> None:
         bench.metric("ours_s", time.perf_counter() - started)
         steps = json.loads((own / "manifest.json").read_text())["facts"]["steps"]
         bench.metric("steps", str(steps))
-        run_config = config.load(Path(ours[2]), [part for part in ours if "=" in part])
+        run_config = train_stage.config_of(ours)
         models = {"speculators": in_our_form(run_config), "speculators_default": in_its_form(run_config, dataset)}
         for name, model in models.items():
             started = time.perf_counter()

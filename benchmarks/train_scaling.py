@@ -235,9 +235,8 @@ class Runs:
         return Launch(ranks, [*self.script, *own], environment, subprocess.DEVNULL, EQUAL_SECONDS)
 
     def losses(self, name: str, kind: str = "train") -> list[float]:
-        log = self.folder / f"runs/{name}/04_train/metrics.jsonl"
-        records = map(json.loads, log.read_text().split("\n")[:-1]) if log.exists() else []
-        return [r["loss_total"] if kind == "train" else sum(r["loss"]) for r in records if r["kind"] == kind]
+        records = train_stage.records(self.folder / f"runs/{name}/04_train", kind)
+        return [r["loss_total"] if kind == "train" else sum(r["loss"]) for r in records]
 
     def compare(self, name: str) -> None:
         """Step by step with the run on one rank: relative differences and whether they are within the tolerance."""

@@ -7,7 +7,6 @@
 validation; the run is resumed after each. Figures are printed as `METRIC name value`.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -21,12 +20,6 @@ import train_stage
 
 SECONDS = 120  # of one call at most, until its signal
 EVERY = 8  # steps between validations
-
-
-def records(folder: Path, kind: str) -> list[dict]:
-    log = folder / "metrics.jsonl"
-    found = map(json.loads, log.read_text().split("\n")[:-1]) if log.exists() else []
-    return [record for record in found if record["kind"] == kind]
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
@@ -56,18 +49,18 @@ def main() -> None:
             line = ["-m", "drafter.torchrun", "--standalone", "--nproc-per-node", str(world), *line]
         own = folder / "runs/signal/04_train"
         for number in (signal.SIGTERM, signal.SIGINT):
-            begun = len(records(own, "train"))
+            begun = len(train_stage.records(own, "train"))
             step = begun // EVERY * EVERY + (EVERY if begun else 3)
             process = subprocess.Popen([sys.executable, *line], cwd=bench.ROOT, stdout=subprocess.DEVNULL)
-            wait_for(lambda step=step: [r for r in records(own, "train") if r["step"] == step], process)
+            wait_for(lambda step=step: [r for r in train_stage.records(own, "train") if r["step"] == step], process)
             sent = time.perf_counter()
             process.send_signal(number)
             code = process.wait()
             name = f"signal_{world}_{number.name}"
             bench.metric(f"{name}_exit_code", str(code))
             bench.metric(f"{name}_exit_s", time.perf_counter() - sent)
-            bench.metric(f"{name}_at_step", str(len(records(own, "train"))))
-            bench.metric(f"{name}_validated", str(max(r["step"] for r in records(own, "validation"))))
+            bench.metric(f"{name}_at_step", str(len(train_stage.records(own, "train"))))
+            bench.metric(f"{name}_validated", str(max(r["step"] for r in train_stage.records(own, "validation"))))
         saved = sorted(path.name for path in own.glob("step-*"))
         size = sum(file.stat().st_size for file in (own / saved[-1]).iterdir())
         bench.metric("signal_saved", f"{saved}, {size / 1e9:.2f} GB each")

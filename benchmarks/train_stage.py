@@ -96,6 +96,27 @@ def take_run(folder: Path, captured: Path, shape: bench.Shape) -> list[str]:
     return train_command(folder, folder / "model", target["layer_ids"], shape)
 
 
+def config_of(line: list[str]) -> config.Config:
+    """What a command line of `train_command` says, with what was added to it."""
+    return config.load(Path(line[2]), [part for part in line if "=" in part])
+
+
+def split_rows(run_config: config.Config) -> tuple[list[data.Example], list[data.Example]]:
+    """Rows that train and rows that are held out, as stage 04 splits them."""
+    target, train = run_config.target, run_config.train
+    entries = data.read_index(run_config.stage_dir("02_hidden_states"))
+    return data.split(
+        data.examples(entries, target.max_seq_len, train.ttt_steps, contracts.Counts()), train.validation_share
+    )
+
+
+def records(folder: Path, kind: str) -> list[dict]:
+    """Those of a stage 04 folder's metrics that are whole by now."""
+    log = folder / "metrics.jsonl"
+    found = map(json.loads, log.read_text().split("\n")[:-1]) if log.exists() else ()
+    return [record for record in found if record["kind"] == kind]
+
+
 def stage_turn(line: list[str], environment: dict[str, str], name: str, folder: Path) -> None:
     started = time.perf_counter()
     done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True)
@@ -107,8 +128,7 @@ def stage_turn(line: list[str], environment: dict[str, str], name: str, folder: 
     bench.metric(f"{name}_process_s", seconds)
     bench.metric(f"{name}_process_tokens_per_s", seen / seconds)
     bench.metric(f"{name}_body_s", summary["seconds"])
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    train = [record for record in steps if record["kind"] == "train"]
+    train, validations = records(folder, "train"), records(folder, "validation")
     spent = [(r["tokens"] - p["tokens"]) / r["tokens_per_s"] for p, r in zip(train, train[1:], strict=False)]
     bench.metric(f"{name}_first_step_s", train[0]["tokens"] / train[0]["tokens_per_s"])
     bench.metric(f"{name}_steps_s", sum(spent))
@@ -116,10 +136,9 @@ def stage_turn(line: list[str], environment: dict[str, str], name: str, folder: 
     bench.metric(f"{name}_step_tokens_per_s_median", rates[len(rates) // 2])
     slow = [s for s in spent if s > 0.5]
     bench.metric(f"{name}_steps_beyond_half_a_second", str(len(slow)))
-    validations = [record["seconds"] for record in steps if record["kind"] == "validation"]
-    bench.metric(f"{name}_validations_s", sum(validations))
-    bench.metric(f"{name}_first_validation_s", validations[0])
-    bench.metric(f"{name}_expected_acceptance", steps[-1].get("expected_acceptance", 0.0))
+    bench.metric(f"{name}_validations_s", sum(record["seconds"] for record in validations))
+    bench.metric(f"{name}_first_validation_s", validations[0]["seconds"])
+    bench.metric(f"{name}_expected_acceptance", validations[-1]["expected_acceptance"])
     bench.metric(f"{name}_event_files", str(len(list(folder.glob("tensorboard/*")))))
 
 
@@ -138,15 +157,12 @@ def make_library_run(folder: Path, ours: list[str]) -> tuple[list[str], int]:
     """The same rows as speculators reads them; its command line, and the tokens of an epoch."""
     from datasets import Dataset
 
-    captured = folder / "runs/bench/02_hidden_states"
-    settings = dict(part.split("=", 1) for part in ours if "=" in part)
-    vocab = json.loads((folder / "model/config.json").read_text())["vocab_size"]
-    draft_vocab, capacity = int(settings["train.draft_vocab_size"]), int(settings["target.max_seq_len"])
-    *aux_layer_ids, _last = json.loads(settings["target.layer_ids"])
+    run_config = config_of(ours)
+    target, captured = run_config.target, run_config.stage_dir("02_hidden_states")
+    vocab, draft_vocab = target.architecture.vocab_size, run_config.train.draft_vocab_size
     dataset = folder / "library"
     (dataset / "hidden_states").mkdir(parents=True)
-    entries = data.read_index(captured)
-    training, validation = data.split(data.examples(entries, capacity, 3, contracts.Counts()), VALIDATION_SHARE)
+    training, validation = split_rows(run_config)
     columns: dict[str, list] = {"input_ids": [], "loss_mask": [], "seq_len": []}
     for number, row in enumerate(training + validation):
         ids = states.read_header(captured / row.entry.path).token_ids
@@ -169,8 +185,9 @@ def make_library_run(folder: Path, ours: list[str]) -> tuple[list[str], int]:
     script.write_text(LIBRARY_TRAIN)
     options = {
         "speculator-type": "eagle3", "verifier-name-or-path": folder / "model", "data-path": dataset,
-        "draft-vocab-size": draft_vocab, "target-layer-ids": " ".join(map(str, aux_layer_ids)), "mask-token-id": 0,
-        "full-attention-indices": 0, "total-seq-len": capacity, "on-missing": "raise", "optimizer": "adamw",
+        "draft-vocab-size": draft_vocab, "target-layer-ids": " ".join(map(str, target.aux_layer_ids)),
+        "mask-token-id": 0, "full-attention-indices": 0, "total-seq-len": target.max_seq_len,
+        "on-missing": "raise", "optimizer": "adamw",
         "train-data-ratio": (len(training) + 0.5) / (len(training) + len(validation)), "lr": 1e-4, "num-workers": 4,
         "log-dir": folder / "library_logs",
     }  # fmt: skip
@@ -185,10 +202,8 @@ def library_loaders(run_config: config.Config, dataset: Path, dtype: torch.dtype
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.dataloader import create_train_val_loaders
 
-    target, train = run_config.target, run_config.train
-    captured = run_config.stage_dir("02_hidden_states")
-    rows = data.examples(data.read_index(captured), target.max_seq_len, train.ttt_steps, contracts.Counts())
-    training, held_out = data.split(rows, train.validation_share)
+    target = run_config.target
+    training, held_out = split_rows(run_config)
     return create_train_val_loaders(
         data_path=str(dataset), total_seq_len=target.max_seq_len, hidden_states_dtype=dtype, vllm_endpoint="",
         on_missing="raise", verifier_name_or_path=str(target.model), request_timeout=None, max_retries=0,
@@ -258,7 +273,7 @@ def main() -> None:
 
                     theirs_best = SpeculatorModel.from_pretrained(str(library / "checkpoint_best")).float()
                     theirs_best.load_verifier_weights()
-                    run_config = config.load(Path(ours[2]), [part for part in ours if "=" in part])
+                    run_config = config_of(ours)
                     models = {"ours": best_of(run_config, own), "speculators": theirs_best.to(bench.device())}
                     by_its_yardstick(run_config, folder / "library", models)
 
