@@ -1,12 +1,14 @@
 """Whether what answers at a role's address would serve this run: asked over HTTP, each time within a bound."""
 
 import contextlib
+import enum
 import http.client
 import json
 import os
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,8 +19,31 @@ ASK_SECONDS = 10  # what an API server answers by itself
 LONGEST = 1 << 20  # bytes of a reply that are read
 
 
-def missing(run_config: config.Config, role: config.Role, patience: float | None = None) -> str | None:
-    """The first thing that stands between a running server and a served request, or None when it is ready.
+class Cause(enum.Enum):
+    """Why a server would not serve a request now. Callers decide by this, never by the sentence beside it."""
+
+    NOT_RUNNING = enum.auto()  # the unit or process does not exist, or has died
+    NO_ANSWER = enum.auto()  # no connection is accepted: it starts, or is gone
+    HANGS = enum.auto()  # a connection is accepted, and no answer comes in time
+    ERROR = enum.auto()  # it answers with an error status, or not as an OpenAI-compatible server does
+    LOADING = enum.auto()  # the GPUs do not hold the model yet
+    UNFIT = enum.auto()  # it serves another model, a shorter context, or writes for another run
+    UNKNOWN = enum.auto()  # it could not be asked: systemctl or nvidia-smi failed
+
+
+@dataclass(frozen=True)
+class Unready:
+    """Why a server is not ready, and the sentence that says so to the user."""
+
+    cause: Cause
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def missing(run_config: config.Config, role: config.Role, patience: float | None = None) -> Unready | None:
+    """The first reason why a running server would not serve a request of this run, or None when it is ready.
 
     Ready means: /health is 200, the served name is listed with enough context, the GPUs hold the model, and one real
     completion came back with token ids within `patience` seconds (an API can be healthy over a dead engine).
@@ -28,29 +53,30 @@ def missing(run_config: config.Config, role: config.Role, patience: float | None
         _request(server, "/health", None, ASK_SECONDS)
         listed = {model["id"]: model for model in _request(server, "/v1/models", None, ASK_SECONDS)["data"]}
         if (name := run_config.target.served_name) not in listed:
-            return f"{server.url} serves {', '.join(listed)}, not target.served_name {name}"
+            return Unready(Cause.UNFIT, f"{server.url} serves {', '.join(listed)}, not target.served_name {name}")
         needed, offered = context_needed(run_config, role), listed[name].get("max_model_len")
         if offered is not None and offered < needed:
-            return f"its max_model_len is {offered}, this run needs {needed}"
+            return Unready(Cause.UNFIT, f"its max_model_len is {offered}, this run needs {needed}")
         folder = run_config.stage_dir("02_hidden_states")
         if server.link and server.link.resolve() != folder.resolve():
-            return f"{server.link} does not lead to {folder}: the server writes for another run"
+            sentence = f"{server.link} does not lead to {folder}: the server writes for another run"
+            return Unready(Cause.UNFIT, sentence)
         if reason := gpu.not_loaded(server.gpus, run_config.target.model):
-            return reason
+            return Unready(Cause.LOADING, reason)
         body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         reply = _request(server, "/v1/completions", body, patience or PROBE_SECONDS)
         if not reply["choices"][0]["token_ids"]:
-            return "its completions carry no token ids (vLLM's return_token_ids)"
+            return Unready(Cause.UNFIT, "its completions carry no token ids (vLLM's return_token_ids)")
     except _Refused as refusal:
-        return str(refusal)
+        return Unready(Cause.ERROR, str(refusal))
     except TimeoutError:
-        return f"{server.url} hangs: it accepts a request and does not answer"
+        return Unready(Cause.HANGS, f"{server.url} hangs: it accepts a request and does not answer")
     except OSError as error:
-        # What a server of ours does as long as it loads its model is no fault.
+        # A server of ours refuses connections while it loads its model.
         loads = server.kind != "external" and isinstance(error, ConnectionRefusedError)
-        return f"no answer at {server.url} " + ("yet" if loads else f"({error})")
+        return Unready(Cause.NO_ANSWER, f"no answer at {server.url} " + ("yet" if loads else f"({error})"))
     except (ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
-        return f"{server.url} answers, but not as an OpenAI-compatible server does"
+        return Unready(Cause.ERROR, f"{server.url} answers, but not as an OpenAI-compatible server does")
     return None
 
 

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from drafter import artifacts, config, gpu, interrupts, model_folder, process, readiness, stage, systemd
 from drafter.errors import ConfigError, ResumableError
 from drafter.launch import command, environment
+from drafter.readiness import Cause, Unready
 
 log = logging.getLogger("drafter")
 
@@ -144,22 +145,24 @@ def alive(run_config: config.Config, role: config.Role) -> bool:
 
 
 def status(run_config: config.Config, role: config.Role) -> dict[str, Any]:
+    """One role as JSON types; `missing` is the sentence that says why it is not ready."""
     server = _settings(run_config, role)
     reason = missing(run_config, role)
-    running = alive(run_config, role) if server.kind != "external" else "no answer" not in (reason or "")
+    external = server.kind == "external"
+    running = not (reason and reason.cause is Cause.NO_ANSWER) if external else alive(run_config, role)
     return {"role": role, "kind": server.kind, "url": server.url, "alive": running, "ready": not reason} | (
-        {"missing": reason} if reason else {}
+        {"missing": str(reason)} if reason else {}
     )
 
 
-def missing(run_config: config.Config, role: config.Role, patience: float | None = None) -> str | None:
-    """The first thing that stands between the role and a served request, or None when it is ready.
+def missing(run_config: config.Config, role: config.Role, patience: float | None = None) -> Unready | None:
+    """The first reason why the role would not serve a request now, or None when it is ready.
 
-    `patience` are the seconds that a completion may take.
+    `patience`: the seconds that a completion may take. Raises ConfigError or ResumableError when systemctl fails.
     """
     if alive(run_config, role):
         return readiness.missing(run_config, role, patience)
-    return "not running" + _instead(run_config, _settings(run_config, role))
+    return Unready(Cause.NOT_RUNNING, "not running" + _instead(run_config, _settings(run_config, role)))
 
 
 def _instead(run_config: config.Config, server: config.Server) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from drafter import config, interrupts, process, server
 from drafter.errors import Interrupted, ResumableError, StageError
 from drafter.found import BEGINS
+from drafter.readiness import Cause, Unready
 
 log = logging.getLogger("drafter")
 
@@ -37,7 +38,7 @@ def run(run_config: config.Config, role: config.Role | None, line: list[str], lo
             code, summary = _watch(line, log_file, keeper)
             if code != ResumableError.exit_code or not keeper or not (reason := server.missing(run_config, role)):
                 return code, summary
-            keeper.repair(f"is sick ({reason})")
+            keeper.repair(Unready(reason.cause, f"is unhealthy ({reason})"))
     finally:
         if keeper:
             keeper.pulse.stop()
@@ -53,18 +54,19 @@ class Keeper:
         self.looked = time.monotonic()
         self.pulse = Pulse(run_config, role, log_file)
 
-    def trouble(self) -> str | None:
+    def trouble(self) -> Unready | None:
         """What is wrong with the server, if anything."""
         if time.monotonic() - self.looked >= LOOK_SECONDS[self.settings.kind]:
             self.looked = time.monotonic()
             try:
                 if not server.alive(self.config, self.role):
-                    return "died"
-            except StageError as error:  # a systemctl that does not say is no dead server; the pulse knows better
+                    return Unready(Cause.NOT_RUNNING, "died")
+            except StageError as error:  # systemctl failed, which does not mean that the server is down
                 log.info("server %s: %s", self.role, error)
-        return f"hangs ({self.pulse.sick})" if self.pulse.sick else None
+        sick = self.pulse.sick
+        return Unready(sick.cause, f"is unhealthy ({sick})") if sick else None
 
-    def repair(self, trouble: str, stage: subprocess.Popen | None = None) -> None:
+    def repair(self, trouble: Unready, stage: subprocess.Popen | None = None) -> None:
         """Restart the server, again when it dies while starting, until it is ready or the stage has ended.
 
         Raises ResumableError once that happened too often.
@@ -77,11 +79,11 @@ class Keeper:
                 raise ResumableError(f"server {name} {trouble}, after {allowed} restarts; see its log, run again")
             log.info("server %s %s: restart %d of at most %d", name, trouble, self.repairs, allowed)
             try:
-                server.down(self.config, name, hangs=trouble != "died")
+                server.down(self.config, name, hangs=trouble.cause is not Cause.NOT_RUNNING)
                 server.up(self.config, name, wanted=lambda: stage is None or stage.poll() is None)
                 break
             except ResumableError as error:
-                trouble = f"did not come back ({error})"
+                trouble = Unready(Cause.UNKNOWN, f"did not come back ({error})")
         self.pulse = Pulse(self.config, name, self.log_file)
 
 
@@ -95,7 +97,7 @@ class Pulse:
     def __init__(self, run_config: config.Config, role: config.Role, log_file: Path):
         self.config, self.role, self.log_file = run_config, role, log_file
         self.settings: config.Server = getattr(run_config.servers, role)
-        self.sick: str | None = None
+        self.sick: Unready | None = None
         self._over = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -107,15 +109,16 @@ class Pulse:
         while not self._over.wait(patience / 10):
             try:
                 reason = server.missing(self.config, self.role, patience)
-            except StageError as error:  # systemctl did not say
-                reason = str(error)
+            except Exception as error:  # this thread must not end before it was told to: then no hang is noticed
+                log.info("server %s: its health check failed: %s", self.role, error)
+                reason = Unready(Cause.UNKNOWN, str(error) or repr(error))
             now = time.time()
             if reason is None:
                 well = now
                 continue
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 well = max(well, self.log_file.stat().st_mtime)
-            if now - well > (patience if "hangs" in reason else self.settings.start_minutes * 60):
+            if now - well > (patience if reason.cause is Cause.HANGS else self.settings.start_minutes * 60):
                 self.sick = reason
                 return
 

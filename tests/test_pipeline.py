@@ -444,7 +444,7 @@ def test_a_stage_that_gave_up_waiting_goes_on_once_its_server_is_repaired(night)
     """R01"""
     code, _, err = night.run("--only", "02", _02_hidden_states="outage")
     assert code == 0, err
-    assert re.search(r"server extract (is sick \(not running\)|died): restart 1 of at most 3", err)
+    assert re.search(r"server extract (is unhealthy \(not running\)|died): restart 1 of at most 3", err)
     assert night.done() == ["02_hidden_states"] and err.count("02_hidden_states.py --config") == 2
 
 

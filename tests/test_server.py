@@ -20,6 +20,7 @@ from conftest import CPU_CONFIG, free_port
 
 from drafter import artifacts, config, preflight, process, readiness, server, supervise, systemd
 from drafter.errors import ConfigError, ResumableError
+from drafter.readiness import Cause
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -149,7 +150,7 @@ def test_what_answers_without_being_a_server_is_said(role, answer):
 
         threading.Thread(target=reply, daemon=True).start()
         run_config = role(kind="external", url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        assert "not as an OpenAI-compatible server" in server.missing(run_config, "generate")
+        assert "not as an OpenAI-compatible server" in str(server.missing(run_config, "generate"))
 
 
 class Drip(BaseHTTPRequestHandler):
@@ -206,7 +207,8 @@ def dripping(role, monkeypatch):
 def test_a_reply_that_drips_is_a_hang_within_the_time_of_one_answer(dripping, path, part):
     """R01: a timeout of the socket is one of each read, and a byte now and then holds a night for ever."""
     started = time.monotonic()
-    assert server.missing(dripping(path, part), "generate").endswith("it accepts a request and does not answer")
+    found = server.missing(dripping(path, part), "generate")
+    assert found.cause is Cause.HANGS and str(found).endswith("it accepts a request and does not answer")
     assert time.monotonic() - started < 2
 
 
@@ -215,7 +217,43 @@ def test_the_pulse_of_a_dripping_server_stops(dripping, tmp_path):
     pulse = supervise.Pulse(dripping("/v1/completions", "body", hang_minutes=0.005), "generate", tmp_path / "log")
     while pulse.sick is None:
         time.sleep(0.05)
-    assert "hangs" in pulse.sick
+    assert pulse.sick.cause is Cause.HANGS
+
+
+def test_a_reworded_sentence_changes_no_decision(dripping, tmp_path, monkeypatch):
+    """Seam M5: a hang is noticed, and an external server is alive or not, by the cause and not by the text."""
+    run_config = dripping("/v1/completions", "body", hang_minutes=0.005)
+    real = readiness.missing
+
+    def reworded(*arguments):
+        found = real(*arguments)
+        return found and readiness.Unready(found.cause, "other words")
+
+    monkeypatch.setattr(readiness, "missing", reworded)
+    pulse = supervise.Pulse(run_config, "generate", tmp_path / "log")
+    while pulse.sick is None:
+        time.sleep(0.05)
+    assert pulse.sick == readiness.Unready(Cause.HANGS, "other words")
+    assert server.status(run_config, "generate")["alive"] is True
+    gone = config.load(CPU_CONFIG, [*run_config.origin.overrides, "servers.generate.url=http://127.0.0.1:15201"])
+    assert server.status(gone, "generate")["alive"] is False
+
+
+def test_the_health_thread_goes_on_after_an_unforeseen_error(dripping, tmp_path, monkeypatch):
+    """Seam H5: an error of the health check is logged, and a hang that follows is noticed."""
+    run_config = dripping("/v1/completions", "body", hang_minutes=0.005)
+    real, failures = server.missing, [ValueError("first"), TypeError("second")]
+
+    def failing(*arguments):
+        if failures:
+            raise failures.pop(0)
+        return real(*arguments)
+
+    monkeypatch.setattr(server, "missing", failing)
+    pulse = supervise.Pulse(run_config, "generate", tmp_path / "log")
+    while pulse.sick is None:
+        time.sleep(0.05)
+    assert pulse.sick.cause is Cause.HANGS and not failures
 
 
 def test_status_has_an_exit_code_for_a_script(role, dripping, capsys):
@@ -270,9 +308,9 @@ def test_a_server_that_cannot_serve_this_run_is_refused(role, fake, override, re
     run_config = role(fake)
     server._start(run_config, "generate", server.command(run_config, "generate"), None)
     changed = config.load(CPU_CONFIG, [*run_config.origin.overrides, override])
-    while "no answer" in (found := server.missing(changed, "generate")):
+    while (found := server.missing(changed, "generate")).cause is Cause.NO_ANSWER:
         time.sleep(0.1)
-    assert reason in found
+    assert found.cause is Cause.UNFIT and reason in str(found)
 
 
 @pytest.mark.parametrize("fake", ["stubborn", "orphan", "stubborn orphan"])
@@ -349,12 +387,12 @@ def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_p
     with pytest.raises(ConfigError, match="cannot listen at .* in use"):
         server.up(second, "generate")
     url = first.servers.generate.url
-    assert (
-        server.missing(second, "generate") == f"not running; at {url} is the server generate of the run smollm2_cpu"
-    )
+    found = str(server.missing(second, "generate"))
+    assert found == f"not running; at {url} is the server generate of the run smollm2_cpu"
     assert server.status(second, "generate")["alive"] is False
     elsewhere = config.load(CPU_CONFIG, [*second.origin.overrides, f"run.dir={tmp_path / 'elsewhere'}"])
-    assert server.missing(elsewhere, "generate").endswith("is a server that this run did not start, of smollm2")
+    found = str(server.missing(elsewhere, "generate"))
+    assert found.endswith("is a server that this run did not start, of smollm2")
 
 
 def test_a_model_that_is_not_there_is_said_before_anything_is_started(role):
@@ -467,7 +505,7 @@ def test_a_units_folder_is_linked_to_the_run_and_another_run_restarts_it(role, m
     server.up(first, "generate")
     assert link.resolve() == (tmp_path / "smollm2_cpu/02_hidden_states").resolve()
     other = config.load(CPU_CONFIG, [*first.origin.overrides, "run.name=other"])
-    assert "writes for another run" in server.missing(other, "generate")
+    assert "writes for another run" in str(server.missing(other, "generate"))
     server.up(other, "generate")
     assert link.resolve() == (tmp_path / "other/02_hidden_states").resolve()
     changes = [call.split()[0] for call in machine.calls() if call.startswith("st")]
@@ -573,9 +611,9 @@ def test_real_systemd_keeps_a_start_waiting_for_what_conflicts_and_it_counts_as_
 def test_a_server_is_not_ready_before_the_gpus_hold_the_model(role, machine):
     run_config = role(gpus=[0])
     server._start(run_config, "generate", server.command(run_config, "generate"), None)
-    while "no answer" in (server.missing(run_config, "generate") or ""):
+    while (found := server.missing(run_config, "generate")).cause is Cause.NO_ANSWER:
         time.sleep(0.1)
-    assert "GPU 0 does not hold its 0.3 GiB" in server.missing(run_config, "generate")
+    assert found.cause is Cause.LOADING and "GPU 0 does not hold its 0.3 GiB" in str(found)
     machine.memory(300)
     assert server.missing(run_config, "generate") is None
 
