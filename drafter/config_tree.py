@@ -6,14 +6,14 @@ from typing import Any
 
 import yaml
 
-from drafter import strict_yaml
+from drafter import strict_yaml, user_files
 from drafter.errors import ConfigError
 
 
 def read(path: str | Path, overrides: Sequence[str], root: Path) -> dict[str, Any]:
     """Values of overrides are YAML; `@FILE`, from `root`, takes them from a file. Raises ConfigError, one line."""
     try:
-        tree = strict_yaml.load(Path(path).read_text())
+        tree = strict_yaml.load(user_files.read_text(Path(path)))
     except FileNotFoundError:
         raise ConfigError(f"no config file {path}") from None
     except OSError as error:
@@ -51,6 +51,6 @@ def _value(text: str, root: Path) -> Any:
         return strict_yaml.load(text)
     path = root / text[1:]
     try:
-        return strict_yaml.load(path.read_text())
+        return strict_yaml.load(user_files.read_text(path))
     except OSError as error:
         raise ConfigError(f"--set: {path} cannot be read ({error.strerror})") from None
