@@ -1,7 +1,6 @@
 """From the index of hidden states to packs: which guesses carry loss, the split, the order, the loader."""
 
 import hashlib
-import os
 import random
 import time
 from collections import deque
@@ -14,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter import artifacts, states
+from drafter import artifacts, row_file, states
 from drafter.attention import Documents
 from drafter.contracts import Counts, IndexEntry, cut
 from drafter.errors import ContractError, RowError
 from drafter.pack import ANSWER, REASONING, Pack
 
 INDEX = "index.jsonl"
-MEND = "02_extract_hidden_states.py --verify removes such files, and 02 makes them anew"
 WINDOW = 512  # rows packed together
 
 
@@ -170,7 +168,7 @@ def token_counts(rows: list[Example], folder: Path, vocab_size: int) -> Tensor:
     """How often each token id is guessed at step 0: [V] int64. Raises ContractError on an id beyond V."""
 
     def guessed(row: Example) -> np.ndarray:
-        ids = _token_ids(_read_header(folder, row), row, vocab_size)
+        ids = row_file.token_ids(row_file.read_header(folder, row.entry), row.entry, vocab_size)
         return np.concatenate([ids[start + 1 : end] for start, end in row.supervised])
 
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -200,12 +198,13 @@ class Reader:
         self.steps = steps
         self.reasons = reasons  # a row without the end of its reasoning is all reasoning
         self.pin = pin
+        self._verified: set[str] = set()  # rows whose bytes were compared with their checksum by this process
 
     def read(self, rows: list[Example], counts: bool = True) -> Pack:
-        """Raises ContractError when a file is not what the index promised."""
+        """Raises ContractError when a file is not what the index lists. Checks a row's checksum on its first read."""
         for row in rows:
-            _read_ahead(self.folder / row.entry.path)
-        headers = [_read_header(self.folder, row) for row in rows]
+            row_file.prefetch(self.folder / row.entry.path)
+        headers = [row_file.read_header(self.folder, row.entry) for row in rows]
         for row, header in zip(rows, headers, strict=True):
             self._check(row, header, headers[0].metadata.get("dtype"))
         total = sum(row.slots for row in rows)
@@ -216,8 +215,10 @@ class Reader:
             buffers[name] = torch.empty(total, *shape[1:], dtype=dtype, pin_memory=self.pin)
         start = 0
         for row, header in zip(rows, headers, strict=True):
-            for name, buffer in buffers.items():
-                _read_into(self.folder / row.entry.path, header, name, buffer[start : start + row.slots])
+            parts = {name: buffer[start : start + row.slots] for name, buffer in buffers.items()}
+            unseen = row.entry.row_id not in self._verified
+            row_file.read_into(self.folder / row.entry.path, header, parts, verify=unseen)
+            self._verified.add(row.entry.row_id)
             start += row.slots
         layout = self._layout(rows, headers, counts)
         made = Pack(
@@ -230,11 +231,11 @@ class Reader:
 
     def _check(self, row: Example, header: states.Header, dtype: states.Dtype) -> None:
         """One pack has files of one `dtype`."""
-        ids = _token_ids(header, row, self.vocab_size)
+        ids = row_file.token_ids(header, row.entry, self.vocab_size)
         try:
             states.check_header(header, row.entry.row_id, ids, self.layer_ids, self.hidden_size, dtype)
         except RowError as error:
-            raise ContractError(f"{row.entry.path}: {error.detail}; {MEND}") from None
+            raise ContractError(f"{row.entry.path}: {error.detail}; {row_file.REMEDY}") from None
 
     def _layout(self, rows: list[Example], headers: list[states.Header], counts: bool) -> dict:
         """Everything of a pack but the states."""
@@ -264,54 +265,6 @@ class Reader:
             max(row.slots for row in rows),
         )
         return {n: torch.from_numpy(np.concatenate(p)) for n, p in parts.items()} | {"documents": documents}
-
-
-def _read_header(folder: Path, row: Example) -> states.Header:
-    try:
-        return states.read_header(folder / row.entry.path)
-    except FileNotFoundError:
-        missing = folder / row.entry.path
-        raise ContractError(f"{missing} is missing; 02_extract_hidden_states.py makes it anew") from None
-    except ContractError as error:
-        raise ContractError(f"{error}; {MEND}") from None
-
-
-def _token_ids(header: states.Header, row: Example, vocab_size: int) -> np.ndarray:
-    """Raises ContractError unless there are as many as the index says, all in the vocabulary."""
-    ids = header.token_ids
-    if len(ids) != row.entry.tokens:
-        raise ContractError(f"{row.entry.path} holds {len(ids)} tokens, the index says {row.entry.tokens}; {MEND}")
-    if not 0 <= ids.min() <= ids.max() < vocab_size:
-        span = f"ids {ids.min()} to {ids.max()}"
-        raise ContractError(f"{row.entry.path}: {span} go outside the target's vocabulary; {MEND}")
-    return ids
-
-
-def _read_ahead(path: Path) -> None:
-    """Let the kernel fetch all rows of a pack at once, not one after the other."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return  # named by whoever reads it
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(fd)
-
-
-def _read_into(path: Path, header: states.Header, name: str, buffer: Tensor) -> None:
-    """Fill `buffer` with the first rows of a tensor: one copy, from the page cache to where it is needed."""
-    view = memoryview(buffer.view(torch.uint8).numpy()).cast("B")
-    position = header.start + header.offsets[name][0]
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        while len(view):
-            got = os.preadv(fd, [view], position)
-            if not got:
-                raise ContractError(f"{path} ends inside {name}")
-            view, position = view[got:], position + got
-    finally:
-        os.close(fd)
 
 
 class Loader:

@@ -46,7 +46,8 @@ def write_row(
     path = folder / contracts.states_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     size = states.write(path, tensors, states.metadata(name, "tiny", LAYER_IDS, dtype))
-    return contracts.IndexEntry(name, name, "test", tokens, tokens, supervised, think_end, size)
+    digest = states.ids_digest(tensors["token_ids"].tolist())
+    return contracts.IndexEntry(name, name, "test", tokens, tokens, supervised, think_end, size, digest)
 
 
 def write_stage(folder: Path, entries: list[contracts.IndexEntry]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafter import contracts, data, replay
+from drafter import contracts, data, replay, row_file
 from drafter.config import Target
 from drafter.errors import ContractError
 from drafter.pack import ANSWER, REASONING
@@ -363,6 +363,83 @@ def test_a_header_that_was_damaged_is_one_clear_line(tmp_path, change, named):
     recast(tmp_path / made.path, change)
     with pytest.raises(ContractError, match=f"{made.row_id}.*{named}"):
         reader(tmp_path).read(data.examples([made], 64, 3, contracts.Counts(total=1)))
+
+
+def layer(raw, tokens, slot):
+    """A layer's bytes in a plain file of `tokens` tokens, as a view [T, H] of 2-byte words."""
+    states = np.frombuffer(raw, dtype=np.uint16)[-tokens * 4 * captured.HIDDEN :].reshape(tokens, 4, -1)
+    return states[:, slot]
+
+
+def flip_a_bit(raw, _other, tokens):
+    raw[-tokens * captured.HIDDEN] ^= 1
+
+
+def zero_the_tail(raw, _other, tokens):
+    raw[-1024:] = bytes(1024)
+
+
+def zero_a_layer(raw, _other, tokens):
+    layer(raw, tokens, 1)[:] = 0
+
+
+def repeat_one_token(raw, _other, tokens):
+    layer(raw, tokens, 2)[:] = layer(raw, tokens, 2)[0]
+
+
+def exchange_states(raw, other, tokens):
+    states = 4 * captured.HIDDEN * 2 * tokens
+    raw[-states:] = other[-states:]
+
+
+def exchange_ids_and_states(raw, other, tokens):
+    states = 4 * captured.HIDDEN * 2 * tokens + 8 * tokens
+    raw[-states:] = other[-states:]
+
+
+def exchange_files(raw, other, _tokens):
+    raw[:] = other
+
+
+@pytest.mark.parametrize("used", [12, 7])
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (flip_a_bit, "checksum"),
+        (zero_the_tail, "checksum"),
+        (zero_a_layer, "checksum"),
+        (repeat_one_token, "checksum"),
+        (exchange_states, "checksum"),
+        (exchange_ids_and_states, "other token ids than the index"),
+        (exchange_files, "row_id is|other token ids than the index"),
+    ],
+)
+def test_no_damaged_file_is_trained_on(tmp_path, damage, named, used):
+    """Seam F1: each of these was trained on. Also damage beyond the tokens that training uses is found."""
+    made, other = (captured.write_row(tmp_path, i, 12, [[4, used]]) for i in range(2))
+    path = tmp_path / made.path
+    raw = bytearray(path.read_bytes())
+    damage(raw, (tmp_path / other.path).read_bytes(), 12)
+    path.write_bytes(raw)
+    with pytest.raises(ContractError, match=f"{made.row_id}.*({named}).*02_extract_hidden_states.py --verify"):
+        reader(tmp_path).read(data.examples([made], 64, 3, contracts.Counts(total=1)))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_row_is_verified_when_it_is_first_read_and_only_then(tmp_path, dtype, monkeypatch):
+    """Seam F1: the first epoch pays for the checksum of every byte, the others for none."""
+    made = [captured.write_row(tmp_path, i, 20, [[4, 12]], dtype=dtype) for i in range(3)]
+    rows = data.examples(made, 64, 3, contracts.Counts(total=3))
+    summed, crc32 = [], row_file.zlib.crc32
+    monkeypatch.setattr(row_file.zlib, "crc32", lambda part, *seed: summed.append(len(part)) or crc32(part, *seed))
+    one = reader(tmp_path)
+    first = one.read(rows)
+    assert sum(summed) == sum((tmp_path / row.path).stat().st_size for row in made)
+    summed.clear()
+    again = one.read(rows)
+    assert not summed
+    for name, tensor in first.tensors().items():
+        assert torch.equal(tensor, again.tensors()[name]), name
 
 
 def test_plain_and_compact_files_in_one_pack_are_refused(tmp_path):
