@@ -45,6 +45,7 @@ class Capture:
     def __init__(self, config: Config, folder: Path, concurrency: int, outage_minutes: float):
         self.config, self.folder = config, folder
         self.client = Client(config.servers.extract, concurrency=concurrency, outage_minutes=outage_minutes)
+        self.engine: dict[str, str] = {}  # the server's vLLM version and model runner
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="collect")
         settings = config.extract
         # A full queue may stand before a file that is on its way.
@@ -70,6 +71,7 @@ class Capture:
         found = ""
         with contextlib.suppress(RowError):  # one that cannot be asked may well be right
             found = str((await self.client.get("/version")).get("version"))
+            self.engine["vllm"] = found
         name = self.config.target.architecture.name
         oldest = OLDEST_DEEPSEEK if "Deepseek" in name or "Kimi" in name else OLDEST
         if (parsed := re.match(r"(\d+)\.(\d+)", found)) and tuple(map(int, parsed.groups())) < oldest:
@@ -124,6 +126,7 @@ class Capture:
             raise RowError("bad_reply", "the reply names no writer; is drafter.connector the server's connector?")
         if error := answer.get("error"):
             raise RowError("bad_states", str(error))
+        self.engine["model_runner"] = str(answer.get("runner"))
         writer = Path(answer["writer"])
         if not writer.exists():
             raise RowError("bad_reply", f"the server shares no file system with this process: {writer}")

@@ -8,11 +8,12 @@ A request names its file in `kv_transfer_params`:
 Files are keyed by the prompt's content because one HTTP request may carry many prompts but only one set of
 parameters; a prompt that reached the engine changed finds no file. The reply says who writes, or why nobody does:
 
-    {"writer": <path>, "error": null | "..."}
+    {"writer": <path>, "runner": "v1" | "v2", "error": null | "..."}
 
 The reply comes before the file. A `.part` is always whole and checked; if writing fails, `.error` beside it says why.
-`writer` is a file on which this process holds a lock, so a client can tell a late file from a dead server. Whatever a
-request names, nothing is written outside the folder that the server was started with.
+`writer` is a file on which this process holds a lock, so a client can tell a late file from a dead server. `runner`
+is the version of vLLM's model runner, which collects the states. Whatever a request names, nothing is written outside
+the folder that the server was started with.
 
 vLLM's own connector supplies the registration of the cache and the search for its group. What is replaced, and why,
 on vLLM 0.26 and 0.32: its write path needs CUDA, outruns the disk without bound and tells nobody about failures;
@@ -78,6 +79,8 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         self._captured = sorted(draft.eagle_aux_hidden_state_layer_ids)
 
         # scheduler side
+        runs_v2 = getattr(vllm_config, "use_v2_model_runner", False)  # 0.26 lacks the property where it has no choice
+        self._runner = "v2" if runs_v2 else "v1"
         self._new_saves: list[Save] = []
         self._writer = ""
         if role == KVConnectorRole.SCHEDULER:
@@ -106,9 +109,12 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         try:
             save = self._plan(request.request_id, params, list(prompt), list(block_ids))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return False, {"writer": self._writer, "error": f"{type(error).__name__}: {error}"}
+            return False, self._reply(f"{type(error).__name__}: {error}")
         self._new_saves.append(save)
-        return True, {"writer": self._writer, "error": None}
+        return True, self._reply(None)
+
+    def _reply(self, error: str | None) -> dict[str, str | None]:
+        return {"writer": self._writer, "runner": self._runner, "error": error}
 
     def request_finished_all_groups(self, request, block_ids):
         """On a model with several cache groups; a request that was never scheduled may have none."""

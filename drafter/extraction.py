@@ -58,6 +58,7 @@ class Extraction:
         self.retries: Counter[str] = Counter()
         self.probes: list[dict] = []
         self.parity: dict | None = None  # of the compact format
+        self.engine: dict[str, str] = {}
         self.seconds = 0.0  # of sending and collecting, without the first probe
         self.tokens = 0
         self._journal = artifacts.Journal(folder / ".journal" / f"{share}.jsonl", sync_seconds=float("inf"))
@@ -77,6 +78,7 @@ class Extraction:
                 Capture(self.config, self.folder, settings.concurrency, settings.outage_minutes) as self._capture,
                 asyncio.TaskGroup() as self._tasks,
             ):
+                self.engine = self._capture.engine
                 await self._first_probe()
                 await self._extract()
         except BaseExceptionGroup as group:
@@ -106,6 +108,7 @@ class Extraction:
             "tokens_per_second": round(self.tokens / self.seconds) if self.seconds else None,
             "retries": dict(self.retries),
             "probes": self.probes,
+            "engine": self.engine,
         } | ({"parity": self.parity} if self.parity else {})
 
     async def _first_probe(self) -> None:

@@ -111,7 +111,7 @@ class Engine:
                     _id, _kept, reply = self.rig.finish(ids, params, blocks)
                     answer = answer or reply
                 elif params:
-                    answer = {"writer": self.rig.scheduler._writer, "error": None}
+                    answer = self.rig.scheduler._reply(None)
             self.rig.step()
         return {"choices": choices, "kv_transfer_params": answer}
 

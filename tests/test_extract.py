@@ -153,6 +153,7 @@ def test_every_row_gets_the_states_the_target_had(run, engine, capsys, tiny, tmp
     assert facts["bytes"] == sum(map(len, run.files().values()))
     assert [probe["passed"] for probe in facts["probes"]] == [True, True]
     assert facts["probes"][0]["mean_nat"] < 0.05
+    assert facts["engine"] == {"vllm": "0.32.0", "model_runner": "v1"}
     assert ("parity" in facts) == (dtype == "fp8")
     if dtype == "fp8":
         assert facts["parity"]["rows"] == 12 and set(facts["parity"]["mean"]) == {"2", "4", "5"}
