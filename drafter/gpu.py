@@ -1,5 +1,7 @@
 """What nvidia-smi says about memory; on a machine without it there is nothing to wait for."""
 
+import logging
+import math
 import subprocess
 import time
 from collections.abc import Iterable
@@ -7,6 +9,9 @@ from pathlib import Path
 
 from drafter.errors import ResumableError
 
+log = logging.getLogger("drafter")
+
+REPORT_SECONDS = 10  # between two log lines of a wait
 FREE_MIB = 2048  # driver, display and idle contexts: below this a GPU counts as free
 
 
@@ -43,10 +48,15 @@ def wait_free(gpus: Iterable[int], seconds: float) -> None:
     """Raises ResumableError, naming the processes that hold the memory, when it is not free in time."""
     gpus = tuple(gpus)
     deadline = time.monotonic() + seconds
+    spoke = -math.inf
     while held := {index: mib for index, mib in memory_used().items() if index in gpus and mib > FREE_MIB}:
-        if time.monotonic() > deadline:
-            amounts = ", ".join(f"GPU {index}: {mib / 1024:.1f} GiB" for index, mib in held.items())
+        now = time.monotonic()
+        amounts = ", ".join(f"GPU {index}: {mib / 1024:.1f} GiB" for index, mib in held.items())
+        if now > deadline:
             raise ResumableError(f"GPU memory is not free after {seconds:.0f} s ({amounts}), held by {holders()}")
+        if now - spoke >= REPORT_SECONDS:
+            log.info("waiting for GPU memory, at most %.0f s more (%s)", deadline - now, amounts)
+            spoke = now
         time.sleep(1)
 
 

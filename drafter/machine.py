@@ -10,6 +10,8 @@ from drafter.errors import ResumableError
 
 log = logging.getLogger("drafter")
 
+RESTORE_SECONDS = 30
+
 
 class Machine:
     """The servers of a run's roles. `production` are the units that were active before, and are to be so again."""
@@ -40,22 +42,29 @@ class Machine:
     def only(self, wanted: config.Role | None) -> None:
         """The wanted role up, every other one that holds the machine down."""
         keep = self.roles[wanted].unit if wanted else None
-        for role, own in self.roles.items():
-            if role == wanted or own.kind == "external" or (keep and own.unit == keep):
-                continue
-            if server.alive(self.config, role):
-                server.down(self.config, role)
+        others = [role for role, own in self.roles.items() if role != wanted and not (keep and own.unit == keep)]
+        stopped = [role for role in others if server.alive(self.config, role) and server.stop(self.config, role)]
+        if stopped:
+            server.wait_free(self.config, stopped, max(self.roles[role].stop_seconds for role in stopped))
         if wanted:
             server.up(self.config, wanted)
 
     def give_back(self) -> None:
-        """Every server of ours down, every production unit starting again. What fails is logged, and stays owed."""
+        """Every server of ours down, every production unit starting again. What fails is logged, and stays owed.
+
+        No signal interrupts this, so its waits are short: at most RESTORE_SECONDS for each server to end, and as
+        much for the GPU memory of all of them together.
+        """
+        stopped: list[config.Role] = []
         for role, own in self.roles.items():
             if own.kind == "external" or own.unit in self.production:
                 continue
             with only_logged(f"stopping server {role}"):
-                if server.alive(self.config, role) or own.kind == "command":
-                    server.down(self.config, role)
+                running = own.kind == "command" or server.alive(self.config, role)
+                if running and server.stop(self.config, role, at_most=RESTORE_SECONDS):
+                    stopped.append(role)
+        with only_logged("before production starts"):
+            server.wait_free(self.config, stopped, RESTORE_SECONDS)
         for own in self.roles.values():
             if own.unit in self.production:
                 with only_logged(f"giving back {own.unit}"):

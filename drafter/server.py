@@ -12,12 +12,13 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -125,13 +126,38 @@ def down(run_config: config.Config, role: config.Role, hangs: bool = False) -> N
     Raises ResumableError naming the processes that still hold the memory.
     """
     server = _settings(run_config, role)
+    if server.kind != "external":
+        stop(run_config, role, hangs)
+        wait_free(run_config, [role], server.stop_seconds)
+
+
+def stop(run_config: config.Config, role: config.Role, hangs: bool = False, at_most: float = math.inf) -> bool:
+    """End the processes of a role; its GPU memory may not be free yet. Returns False when there was nothing to stop.
+
+    A `command` is killed after `at_most` seconds, or earlier when `stop_seconds` are over.
+    Raises ResumableError naming processes that cannot be ended.
+    """
+    server = _settings(run_config, role)
     if server.kind == "external":
-        return
-    if server.kind == "systemd":
-        systemd.stop(server)
-    else:
-        _stop(run_config, role, hangs)
-    gpu.wait_free(server.gpus, server.stop_seconds)
+        return False
+    if server.kind == "command":
+        return _stop(run_config, role, hangs, at_most)
+    log.info("server %s: stopping %s", role, server.unit)
+    systemd.stop(server)
+    return True
+
+
+def wait_free(run_config: config.Config, roles: Collection[config.Role], seconds: float) -> None:
+    """Wait until the GPU memory of these stopped roles is free, except where another role of this run is up.
+
+    Raises ResumableError naming the processes that still hold the memory after `seconds`.
+    """
+    gpus = {index for role in roles for index in _settings(run_config, role).gpus}
+    for other in set(get_args(config.Role)) - set(roles):
+        settings = _settings(run_config, other)
+        if settings.kind != "external" and gpus.intersection(settings.gpus) and alive(run_config, other):
+            gpus -= set(settings.gpus)
+    gpu.wait_free(sorted(gpus), seconds)
 
 
 def alive(run_config: config.Config, role: config.Role) -> bool:
@@ -245,16 +271,21 @@ def _record(run_config: config.Config, role: config.Role, facts: dict) -> None:
     artifacts.write_json(path, facts | {"home": artifacts.home(path.parent), "ready": False})
 
 
-def _stop(run_config: config.Config, role: config.Role, hangs: bool = False) -> None:
-    """Raises ResumableError naming processes that cannot be ended; the record of them stays."""
+def _stop(run_config: config.Config, role: config.Role, hangs: bool = False, at_most: float = math.inf) -> bool:
+    """Returns whether a process was recorded. Raises ResumableError naming processes that cannot be ended.
+
+    The record of those stays.
+    """
     record = _read_record(run_config, role)
     # Workers may outlive the leader; but a pid that was given to somebody else since is not ours to end.
     if record and record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record.get("birth")):
         patient = record["ready"] and not hangs
-        seconds = _settings(run_config, role).stop_seconds
-        if left := process.end_session(record["pid"], seconds if patient else min(seconds, QUICK_SECONDS)):
+        seconds = min(_settings(run_config, role).stop_seconds, at_most, math.inf if patient else QUICK_SECONDS)
+        log.info("server %s: stopping process %d, killed after %.0f s", role, record["pid"], seconds)
+        if left := process.end_session(record["pid"], seconds):
             raise ResumableError(f"server {role}: process {', '.join(map(str, left))} hangs and cannot be ended")
     _record_path(run_config, role).unlink(missing_ok=True)
+    return record is not None
 
 
 # Kind `systemd`

@@ -612,6 +612,42 @@ def test_a_unit_that_was_down_is_down_afterwards(night):
     assert not night.production_active()
 
 
+@pytest.mark.parametrize("end", ["complete", "failed", "interrupted"])
+def test_the_gpu_of_a_server_is_waited_for_only_once_every_server_on_it_was_stopped(night, end):
+    """Seam G1: `generate`, long down, was waited for while `extract` still held the GPU, in silence for 300 s."""
+    night.overrides += [f"servers.{role}.gpus=[0]" for role in night.ports]
+    (night.folder / "follows").write_text(f"0 {' '.join(map(str, night.ports.values()))}\n")
+    (night.folder / "processes").write_text("")
+    (night.run_dir / "servers").mkdir(parents=True)
+    running = night.start("--only", "02", _02_hidden_states={"failed": "fail", "interrupted": "forever"}.get(end, ""))
+    if end == "interrupted":
+        wait_for(night.run_dir / "02_hidden_states/working")
+        running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == {"complete": 0, "failed": 1, "interrupted": 130}[end], err
+    assert "is not free" not in err and night.leftovers() == []
+    assert len(re.findall("server extract: stopping process", err)) == 1, err
+
+
+def test_memory_that_another_program_holds_is_waited_for_aloud_and_never_long_once_signals_are_muted(
+    night, monkeypatch, caplog
+):
+    """Seam G1"""
+    for name, value in night.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, "RESTORE_SECONDS", 1)
+    (night.folder / "memory").write_text("0, 80000\n1, 80000\n")
+    (night.folder / "processes").write_text("4242, stranger, 79000\n")
+    stopped = {"extract": True, "generate": False, "evaluate": False}
+    monkeypatch.setattr(server, "stop", lambda _, role, **bound: stopped[role])
+    gpus = [f"servers.{role}.gpus=[{number}]" for number, role in enumerate(("generate", "extract"))]
+    with caplog.at_level("INFO"):
+        machine.Machine(config.load(CPU_CONFIG, [*night.overrides, *gpus])).give_back()
+    (waits, fault) = caplog.messages
+    assert waits.startswith("waiting for GPU memory, at most 1 s more (GPU 1: 78.1 GiB)")
+    assert "GPU 1: 78.1 GiB), held by process 4242 stranger" in fault and "GPU 0" not in fault
+
+
 def test_two_pipelines_never_share_a_run(night):
     running = night.start(_01b_synthetic="forever")
     wait_for(night.run_dir / "01b_synthetic/working")
