@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import contracts, states
+from drafter import artifacts, contracts, states
 from drafter.client import Client
 from drafter.config import Config
 from drafter.errors import ConfigError, ContractError, ResumableError, RowError
@@ -44,6 +44,7 @@ class Capture:
 
     def __init__(self, config: Config, folder: Path, concurrency: int, outage_minutes: float):
         self.config, self.folder = config, folder
+        self._target = artifacts.fingerprint_path(config.target.model)
         self.client = Client(config.servers.extract, concurrency=concurrency, outage_minutes=outage_minutes)
         self.engine: dict[str, str] = {}  # the server's vLLM version and model runner
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="collect")
@@ -118,6 +119,7 @@ class Capture:
                 "files": files,
                 "layer_ids": list(asked.layer_ids),
                 "dtype": asked.dtype,
+                "target": self._target,
             },
         }
         reply = await self.client.post("/v1/completions", body, self._request_seconds)
@@ -159,7 +161,7 @@ class Capture:
         for item, (part, ids) in sent.items():
             try:
                 header = states.read_header(part)
-                states.check_header(header, item.row_id, ids, asked.layer_ids, hidden, asked.dtype)
+                states.check_header(header, item.row_id, ids, asked.layer_ids, hidden, asked.dtype, self._target)
                 found[item] = part
             except FileNotFoundError:
                 if (report := part.with_suffix(".error")).exists():

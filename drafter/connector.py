@@ -3,7 +3,7 @@
 A request names its file in `kv_transfer_params`:
 
     {"files": {<digest of the prompt's ids>: "<folder>/<xx>/<row_id>.<attempt>.part", ...},
-     "layer_ids": [...], "dtype": "bf16" | "fp8"}
+     "layer_ids": [...], "dtype": "bf16" | "fp8", "target": <fingerprint of the target, for the files' headers>}
 
 Files are keyed by the prompt's content because one HTTP request may carry many prompts but only one set of
 parameters; a prompt that reached the engine changed finds no file. The reply says who writes, or why nobody does:
@@ -59,6 +59,7 @@ class Save:
     block_ids: list[int]
     layer_ids: list[int]
     dtype: states.Dtype
+    target: str | None
 
 
 @dataclass
@@ -131,8 +132,11 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
             raise ValueError(f"no such dtype: {params['dtype']}")
         if len(block_ids) * self._block_size < len(prompt) or 0 in block_ids:  # 0: a block that was given up
             raise ValueError(f"the cache no longer holds all {len(prompt)} positions")
+        target = params.get("target")
+        if not isinstance(target, str | None) or len(target or "") > 64:
+            raise ValueError("target: a fingerprint of at most 64 characters")  # the header's size is planned with it
         part = self._inside(params["files"][states.ids_digest(prompt)])
-        return Save(req_id, part, prompt, block_ids, params["layer_ids"], params["dtype"])
+        return Save(req_id, part, prompt, block_ids, params["layer_ids"], params["dtype"], target)
 
     def _inside(self, name: str) -> Path:
         path = self._root / name
@@ -215,7 +219,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         for save, tensors in zip(group, gathered, strict=True):
             self._copying[save.req_id] = event
             row_id = save.part.name.partition(".")[0]
-            facts = states.metadata(row_id, self._model, save.layer_ids, save.dtype)
+            facts = states.metadata(row_id, self._model, save.layer_ids, save.dtype, save.target)
             files.append(File(save.part, np.array(save.token_ids), self._placed(tensors), facts))
         self._out.submit(region, files, event.synchronize if event is not None else lambda: None)
 

@@ -25,9 +25,11 @@ SIZES = {"I64": 8, "BF16": 2, "F32": 4, "F8_E4M3": 1}
 Dtype = Literal["bf16", "fp8"]
 
 
-def metadata(row_id: str, model: str, layer_ids: list[int] | tuple[int, ...], dtype: Dtype) -> dict[str, str]:
-    """What a file says about itself."""
-    return {
+def metadata(
+    row_id: str, model: str, layer_ids: list[int] | tuple[int, ...], dtype: Dtype, target: str | None = None
+) -> dict[str, str]:
+    """What a file says about itself. `model`: the served name; `target`: the fingerprint of the target's folder."""
+    return ({"target": target} if target else {}) | {
         "row_id": row_id,
         "model": model,
         "layer_ids": json.dumps(list(layer_ids), separators=(",", ":")),

@@ -158,6 +158,9 @@ def read_header(path: Path) -> Header:
                 raise ContractError(f"{path} has {size} bytes, its header says {end}")
             if any(high - low != _size(*spec[name]) for name, (low, high) in offsets.items()):
                 raise ContractError(f"{path}: shapes and offsets in its header disagree")
+            places = sorted(offsets.values())
+            if [low for low, _high in places] != [0, *(high for _low, high in places[:-1])]:
+                raise ContractError(f"{path}: its tensors overlap or leave a gap")
             if spec["token_ids"][0] is not torch.int64:
                 raise ValueError("its token ids are no int64")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -171,11 +174,22 @@ def read_header(path: Path) -> Header:
 
 
 def check_header(
-    header: Header, row_id: str, input_ids: list[int], layer_ids: tuple[int, ...], hidden: int, dtype: Dtype
+    header: Header,
+    row_id: str,
+    input_ids: list[int] | np.ndarray,
+    layer_ids: tuple[int, ...],
+    hidden: int,
+    dtype: Dtype,
+    target: str | None = None,
 ) -> None:
-    """Raises RowError("bad_states") unless the file answers exactly this question."""
+    """Raises RowError("bad_states") unless the file answers exactly this question.
+
+    `target` is the target's fingerprint; files of earlier versions name none and are not compared with it.
+    """
     facts = header.metadata
     asked = {"row_id": row_id, "layer_ids": json.dumps(list(layer_ids), separators=(",", ":")), "final": FINAL}
+    if target is not None and "target" in facts:
+        asked["target"] = target
     for key, value in (asked | {"dtype": dtype, "schema": str(SCHEMA)}).items():
         if facts.get(key) != value:
             raise RowError("bad_states", f"{key} is {facts.get(key)}, asked for {value}")

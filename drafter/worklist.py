@@ -166,7 +166,8 @@ def check_file(config: Config, item: Item, path: Path) -> IndexEntry:
 def _check_answer(config: Config, item: Item, header: states.Header) -> None:
     target = config.target
     hidden = target.architecture.hidden_size
-    states.check_header(header, item.row_id, item.input_ids(), target.layer_ids, hidden, config.extract.dtype)
+    model = artifacts.fingerprint_path(target.model)
+    states.check_header(header, item.row_id, item.input_ids(), target.layer_ids, hidden, config.extract.dtype, model)
 
 
 def adopt(config: Config, folder: Path, todo: Iterable[Item], share: Share) -> list[Item]:
@@ -223,7 +224,9 @@ def write_index(folder: Path, items: list[Item]) -> dict[str, IndexEntry]:
 
 def bytes_of(config: Config, item: Item, tokens: int, dtype: states.Dtype) -> int:
     target = config.target
-    facts = states.metadata(item.row_id, target.served_name, target.layer_ids, dtype)
+    facts = states.metadata(
+        item.row_id, target.served_name, target.layer_ids, dtype, artifacts.fingerprint_path(target.model)
+    )
     return states.file_bytes(tokens, target.architecture.hidden_size, facts)
 
 

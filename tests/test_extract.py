@@ -145,6 +145,7 @@ def test_every_row_gets_the_states_the_target_had(run, engine, capsys, tiny, tmp
     for row in run.rows:
         read = states.read_states(run.folder / contracts.states_path(row.row_id))
         assert read.token_ids.tolist() == row.input_ids and read.layer_ids == list(LAYERS)
+        assert read.metadata["target"] == artifacts.fingerprint_path(tiny)
         _logits, expected = engine._forward(row.input_ids)
         assert torch.equal(read.final, expected[:, -1])
         assert torch.equal(read.aux, expected[:, :-1]) or dtype == "fp8"

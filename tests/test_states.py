@@ -99,6 +99,30 @@ def test_every_flipped_bit_is_found(tmp_path, dtype):
             states.check_content(tmp_path / "b")
 
 
+def test_a_file_of_another_target_is_refused_by_its_header(tmp_path):
+    """Seam F1: a model of the same form; files that name no target are of an earlier version and still read."""
+    _hidden, tensors = tensors_of(50)
+    ids = tensors["token_ids"].tolist()
+    states.write(tmp_path / "a", tensors, states.metadata(ROW, "tiny", LAYERS, "bf16", "0" * 16))
+    written(tmp_path / "b")
+    question = ROW, ids, LAYERS, HIDDEN, "bf16"
+    states.check_header(states.read_header(tmp_path / "a"), *question, "0" * 16)
+    states.check_header(states.read_header(tmp_path / "b"), *question, "0" * 16)
+    with pytest.raises(RowError, match="target is 0000000000000000, asked for 1"):
+        states.check_header(states.read_header(tmp_path / "a"), *question, "1" * 16)
+
+
+def test_tensors_that_overlap_or_leave_a_gap_are_no_file(tmp_path):
+    """Seam F1: the checksum runs over the tensors in their order, so it must meet every byte once."""
+    written(tmp_path / "a")
+    whole = (tmp_path / "a").read_bytes()
+    for old, new in (("data_offsets\":[400,26000]", "data_offsets\":[399,25999]"), ("[0,400]", "[1,401]")):
+        assert old.encode() in whole
+        (tmp_path / "b").write_bytes(whole.replace(old.encode(), new.encode()))
+        with pytest.raises(ContractError, match="overlap or leave a gap|header says"):
+            states.read_header(tmp_path / "b")
+
+
 def test_a_file_cut_at_any_length_or_grown_is_not_a_file(tmp_path):
     """H09"""
     written(tmp_path / "a", tokens=3)
