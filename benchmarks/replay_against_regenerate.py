@@ -185,7 +185,7 @@ class Experiment:
         spans = [span for entry in entries for span in contracts.cut(entry.supervised, entry.tokens)]
         _metric(f"{mode}_supervised_tokens", sum(end - start for start, end in spans))
         path = run.stage_dir("04_train") / "metrics.jsonl"
-        records = list(artifacts.read_jsonl(path)) if path.exists() else []
+        records = list(artifacts.read_jsonl(path, journal=True)) if path.exists() else []
         if rates := [r["tokens_per_s"] for r in records if r["kind"] == "train"]:
             _metric(f"{mode}_train_step_tokens_per_s_median", statistics.median(rates))
         for r in records:

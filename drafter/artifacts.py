@@ -5,9 +5,11 @@ import ctypes
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -100,33 +102,46 @@ def sweep(folder: Path) -> int:
 
 
 class Journal:
-    """An append-only JSONL file that survives SIGKILL at any byte.
+    """An append-only JSONL file that survives SIGKILL at any byte and a crash of the machine at any second.
 
-    Opening cuts a torn last line, so the next record never glues to it. Records are durable after at most
-    `sync_seconds`, and on `sync` and `close`. ASCII-escaped, since a lone surrogate cannot be written as UTF-8.
+    Opening cuts a torn last line, so the next record never glues to it. A record is in the file when `append`
+    returns, and durable at most `sync_seconds` later whether or not anything follows, and after `sync` and `close`.
+    Records are ASCII-escaped, since a lone surrogate cannot be written as UTF-8.
     """
 
     def __init__(self, path: Path, sync_seconds: float = 1.0):
+        """With `sync_seconds` infinite only `sync` and `close` make records durable."""
         self.path = path
         self.sync_seconds = sync_seconds
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_tail(path)
+        cut_torn_tail(path)
         self._file = open(path, "ab")  # noqa: SIM115 - held open for the life of the journal
-        self._synced = time.monotonic()
+        self._closed = threading.Event()
+        self._scheduled_by = 0  # the process in which a thread will sync what was written so far; threads do not fork
+        self._failure: OSError | None = None
 
     def append(self, record: dict) -> None:
+        """Raises the OSError of writing, or of an earlier sync in the background."""
+        self._raise_failure()
         self._file.write(json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n")
-        if time.monotonic() - self._synced >= self.sync_seconds:
-            self.sync()
+        self._file.flush()
+        # Only after the flush: a thread that has not cleared this yet will sync what was just written.
+        if self._scheduled_by != os.getpid() and math.isfinite(self.sync_seconds):
+            self._scheduled_by = os.getpid()
+            own = os.dup(self._file.fileno())  # stays valid whatever closes the journal meanwhile
+            threading.Thread(target=self._sync_later, args=(own,), daemon=True).start()
 
     def sync(self) -> None:
+        self._raise_failure()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._synced = time.monotonic()
 
     def close(self) -> None:
-        self.sync()
-        self._file.close()
+        self._closed.set()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> "Journal":
         return self
@@ -134,10 +149,25 @@ class Journal:
     def __exit__(self, *_exc) -> None:
         self.close()
 
+    def _sync_later(self, descriptor: int) -> None:
+        try:
+            if not self._closed.wait(self.sync_seconds):
+                self._scheduled_by = 0  # before the sync: what is appended from here on needs another one
+                os.fsync(descriptor)
+        except OSError as error:
+            self._failure = error
+        finally:
+            os.close(descriptor)
 
-def _cut_torn_tail(path: Path) -> None:
+    def _raise_failure(self) -> None:
+        if self._failure is not None:  # for good: the kernel reports lost pages once
+            raise self._failure
+
+
+def cut_torn_tail(path: Path) -> bool:
+    """Cut what follows the last line feed of a file; whether there was anything."""
     if not path.exists():
-        return
+        return False
     with open(path, "r+b") as file:
         end = position = file.seek(0, os.SEEK_END)
         while position > 0:
@@ -150,22 +180,28 @@ def _cut_torn_tail(path: Path) -> None:
             position = start
         if position < end:
             file.truncate(position)
+        return position < end
 
 
-def read_jsonl(path: Path, *needed: str) -> Iterator[dict]:
-    """Records of a JSONL file, by line feed only (U+2028 is text); a torn last line is not a record.
+def read_jsonl(path: Path, *needed: str, journal: bool = False) -> Iterator[dict]:
+    """Records of a JSONL file, split at line feeds alone (U+2028 is text).
 
+    In a `journal` a torn last line is no record: its writer was killed, or is still writing. A published file was
+    complete when it got its name, so there it is damage.
     Raises ContractError on a line that is no JSON object, or lacks a key of `needed`.
     """
-    return (record for _offset, record in read_placed(path, *needed))
+    return (record for _offset, record in read_placed(path, *needed, journal=journal))
 
 
-def read_placed(path: Path, *needed: str) -> Iterator[tuple[int, dict]]:
+def read_placed(path: Path, *needed: str, journal: bool = False) -> Iterator[tuple[int, dict]]:
     """As `read_jsonl`, each record behind the offset of its line."""
     offset = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if line.endswith(b"\n") and line.strip():
+            whole = line.endswith(b"\n")
+            if not whole and not journal:
+                raise ContractError(f"{path}: line {number} is broken: the file ends in the middle of it")
+            if whole and line.strip():
                 record = _parse(line)
                 if not isinstance(record, dict) or not record.keys() >= set(needed):
                     raise ContractError(f"{path}: line {number} is broken")

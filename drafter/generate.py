@@ -274,6 +274,8 @@ def prepare(stage: Stage) -> Work:
     before = read_manifest(stage.folder) or {}
     stage.begin(QUESTION)
     rows.keep_whole_rows(stage.folder / rows.JOURNAL)
+    for shard in filter(artifacts.cut_torn_tail, rows.shards(stage.folder)):
+        say("%s ended in the middle of a row, which is asked for again", shard)
     stage.facts |= before.get("facts", {})
     meta = prompts.materialise(stage.config, stage.folder)
     stage.facts |= {"prompts_sha256": meta["sha256"], "sources": meta["sources"]}

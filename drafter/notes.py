@@ -217,7 +217,7 @@ def read(path: Path, kind: Any) -> dict[str, Any]:
 def records(path: Path, kind: Any, limit: int | None = None) -> list[dict]:
     """The records of a JSONL file, at most `limit`; none of one that is not there, or has another kind in it."""
     try:
-        return [check(kind, record) for record in islice(artifacts.read_jsonl(path), limit)]
+        return [check(kind, record) for record in islice(artifacts.read_jsonl(path, journal=True), limit)]
     except (OSError, ContractError):
         return []
 

@@ -133,7 +133,9 @@ def _state_of(origin: Source) -> list:
 
 def read_rejections(folder: Path) -> list[dict]:
     path = folder / REJECTED
-    return list(artifacts.read_jsonl(path, "row_id", "source", "reason", "at")) if path.exists() else []
+    if not path.exists():
+        return []
+    return list(artifacts.read_jsonl(path, "row_id", "source", "reason", "at", journal=True))
 
 
 def unusable(rejections: list[dict]) -> list[dict]:

@@ -124,7 +124,7 @@ class Store:
 
     def _open(self) -> None:
         path = self.folder / JOURNAL
-        self._in_journal = sum(1 for _ in artifacts.read_jsonl(path)) if path.exists() else 0
+        self._in_journal = sum(1 for _ in artifacts.read_jsonl(path, journal=True)) if path.exists() else 0
         self._journal = artifacts.Journal(path)
 
     def add(self, row: Row) -> None:
@@ -188,7 +188,7 @@ def read_rows(folder: Path, limit: int | None = None) -> Iterator[Row]:
     """
     asked = set(Requests(folder / prompts.PROMPTS, limit).ids)
     for path in row_files(folder):
-        for record in artifacts.read_jsonl(path):
+        for record in artifacts.read_jsonl(path, journal=path.name == JOURNAL):
             row = Row.from_record(record)
             if bytes.fromhex(row.row_id) in asked:
                 yield row
@@ -198,7 +198,7 @@ def answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
     """The content of the wanted rows; None for one that no next turn can be built on."""
     found = {}
     for path in row_files(folder) if wanted else []:
-        for record in artifacts.read_jsonl(path):
+        for record in artifacts.read_jsonl(path, journal=path.name == JOURNAL):
             row = Row.from_record(record)
             if (identity := bytes.fromhex(row.row_id)) in wanted:
                 found[identity] = row.content if may_continue(row) else None

@@ -28,7 +28,7 @@ def open_regular(path: Path) -> BinaryIO:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe must not block
-    except OSError as error:
+    except OSError:
         if stat.S_ISSOCK(_mode(path)):
             raise ConfigError(f"{path} is a socket, not a regular file") from None
         raise

@@ -138,7 +138,7 @@ class Share:
 def present(folder: Path, items: Iterable[Item]) -> dict[str, IndexEntry]:
     """Rows whose published file is vouched for by a journal and still has its size."""
     journals = sorted(folder.glob(".journal/*.jsonl"))
-    vouched = (r for path in journals for r in artifacts.read_jsonl(path, "row_id", "bytes", "digest"))
+    vouched = (r for path in journals for r in artifacts.read_jsonl(path, "row_id", "bytes", "digest", journal=True))
     known = {r["row_id"]: r for r in vouched}
     sizes = {file.name: file.stat().st_size for file in _files(folder)}
     found = {}

@@ -105,7 +105,7 @@ def test_a_journal_torn_at_any_byte_loses_only_its_last_record(tmp_path):
         path.write_bytes(whole[:end])
         with artifacts.Journal(path) as journal:
             journal.append({"id": "d"})
-        assert [r["id"] for r in artifacts.read_jsonl(path)] == ["a", "b", "d"]
+        assert [r["id"] for r in artifacts.read_jsonl(path, journal=True)] == ["a", "b", "d"]
 
 
 def test_a_journal_holds_what_utf8_cannot(tmp_path):
@@ -116,9 +116,13 @@ def test_a_journal_holds_what_utf8_cannot(tmp_path):
     assert [r["text"] for r in artifacts.read_jsonl(tmp_path / "j.jsonl")] == [text]
 
 
-def test_a_torn_last_line_is_not_a_record(tmp_path):
-    (tmp_path / "j.jsonl").write_bytes(b'{"a":1}\n{"a":2}')
-    assert [r["a"] for r in artifacts.read_jsonl(tmp_path / "j.jsonl")] == [1]
+def test_a_torn_last_line_is_no_record_of_a_journal_and_damage_in_a_published_file(tmp_path):
+    """Seam L8: a published file was whole when it got its name."""
+    path = tmp_path / "j.jsonl"
+    path.write_bytes(b'{"a":1}\n{"a":2}')
+    assert [r["a"] for r in artifacts.read_jsonl(path, journal=True)] == [1]
+    with pytest.raises(ContractError, match=rf"^{path}: line 2 is broken: the file ends in the middle of it$"):
+        list(artifacts.read_jsonl(path))
 
 
 @pytest.mark.parametrize("line", [b"{", b"null", b"[]", b"\0\0", b"\xff", b'{"b": 1}', b"[" * 100000])
