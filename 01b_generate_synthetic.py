@@ -7,7 +7,7 @@ measuring) and the manifest. A rerun goes on where this one stopped.
 
 import sys
 
-from drafter import artifacts, client, generate, server, stage
+from drafter import arguments, artifacts, generate, stage
 
 
 def body(this: stage.Stage) -> dict:
@@ -17,8 +17,7 @@ def body(this: stage.Stage) -> dict:
     with artifacts.locked(this.folder):
         work = generate.prepare(this)
         if work.pending:
-            server.check(this.config, "generate")
-            client.run(generate.answer(this, work))
+            generate.ask(this, work)
         else:
             stage.say("nothing to do: every request has its row or its reason")
         return generate.conclude(this)
@@ -28,9 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = stage.parser(__doc__)
     parser.add_argument(
         "--deadline",
-        type=generate.clock,
+        type=arguments.moment,
         metavar="HH:MM",
-        help="stop asking then, finish what is in flight, go on with what there is",
+        help="stop asking then, finish what is in flight, go on with what there is; or YYYY-MM-DDTHH:MM",
     )
     return stage.run("01b_synthetic", body, parser, argv)
 

@@ -26,15 +26,26 @@ def positive(text: str) -> int:
 
 
 def next_time(text: str | None, now: datetime) -> datetime | None:
-    """The next HH:MM. Raises ConfigError."""
+    """The next HH:MM after `now`, or what a full YYYY-MM-DDTHH:MM names; both local time. Raises ConfigError."""
     if text is None:
         return None
     try:
+        if "T" in text:
+            full = datetime.fromisoformat(text)
+            return full.astimezone().replace(tzinfo=None) if full.tzinfo else full
         at = datetime.strptime(text, "%H:%M")
     except ValueError:
-        raise ConfigError(f"{text} is no time of the day: write it as HH:MM") from None
+        raise ConfigError(f"{text!r} is not HH:MM, nor YYYY-MM-DDTHH:MM") from None
     when = now.replace(hour=at.hour, minute=at.minute, second=0, microsecond=0)
     return when if when > now else when + timedelta(days=1)
+
+
+def moment(text: str) -> datetime:
+    """An argument that names a time, resolved when it is read."""
+    try:
+        return next_time(text, datetime.now())
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def read(argv: list[str] | None) -> argparse.Namespace:
@@ -55,7 +66,7 @@ def read(argv: list[str] | None) -> argparse.Namespace:
         if number not in (None, *NUMBERS):
             raise ConfigError(f"no stage {number}: choose from {', '.join(NUMBERS)}")
     for time_of_day in (args.deadline, args.done_by):
-        next_time(time_of_day, datetime.now())  # a wrong one is told now, not once 01b begins
+        next_time(time_of_day, datetime.now())  # refuse a wrong one before the environment is made
     if (args.probe or args.done_by) and not args.plan:
         raise ConfigError("--probe and --done-by belong to a plan: write --plan before them")
     part = {"--from": args.first, "--only": args.only, "--limit": args.limit}
@@ -85,7 +96,7 @@ def parser() -> Parser:
     which.add_argument("--from", dest="first", metavar="NN", help=f"start at this stage ({', '.join(NUMBERS)})")
     which.add_argument("--only", metavar="NN", help="this stage alone")
     result.add_argument("--limit", type=positive, metavar="N", help="at most N rows a stage")
-    result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating")
+    result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating; or YYYY-MM-DDTHH:MM")
     instead = result.add_mutually_exclusive_group()
     instead.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")
     instead.add_argument(

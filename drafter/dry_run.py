@@ -59,7 +59,7 @@ def _work(plan: dict, before: list[config.StageName], lacks_input: bool) -> str:
     if "notes" in plan:
         return "all there is to do, how much is not known offline"
     if not plan["pending"]:
-        return "nothing to do"
+        return plan.get("left") or "nothing to do"
     details = [artifacts.size(plan["bytes"])] if "bytes" in plan else []
     for name, entry in plan.get("sources", {}).items():
         details.append(f"{name}: {prompts.drawn(entry)}")

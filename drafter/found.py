@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from drafter import artifacts, config, notes, process, stage
+from drafter.deadline import ended_at
 from drafter.errors import StageError
 
 NOT_ASKED = ("held_out", "duplicate")  # rejects that were never to be answered
@@ -86,7 +87,7 @@ class Found:
             return _at_work(manifest.get("process") or {})
         if seen.get("status") == "failed" and seen.get("ended", 0) > seconds_of(manifest.get("updated")):
             return "failed"  # before it could say so itself
-        return manifest["status"]
+        return "complete" if ended_at(manifest) else manifest["status"]
 
     def trouble(self) -> Trouble | None:
         """Why the run stands still; None once somebody has finished that stage since."""
@@ -121,7 +122,11 @@ class Found:
         rejected, out = manifest.get("rejected", {}), manifest.get("out", 0)
         asked = manifest["in"] - sum(rejected.get(reason, 0) for reason in NOT_ASKED)
         lost = sum(count for reason, count in rejected.items() if reason not in NOT_ASKED)
-        return f"{out:,} of {asked:,} {WORDS[name]}" + (f", {lost:,} rejected" if lost else "")
+        return (
+            f"{out:,} of {asked:,} {WORDS[name]}"
+            + (f", {lost:,} rejected" if lost else "")
+            + (", ended by its deadline" if ended_at(manifest) else "")
+        )
 
     def seconds(self, name: str) -> float:
         """What a stage has taken so far, all calls together; with its servers' starts where the pipeline ran it.

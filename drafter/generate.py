@@ -1,6 +1,5 @@
 """Stage 01b: ask the target every question and keep what it wrote, token by token."""
 
-import argparse
 import asyncio
 import json
 import os
@@ -9,10 +8,9 @@ import tempfile
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from datetime import datetime, timedelta
 from pathlib import Path
 
-from drafter import artifacts, chat, contracts, prompts, replay, rows
+from drafter import artifacts, chat, client, contracts, prompts, replay, rows, server
 from drafter.client import Client
 from drafter.contracts import Row
 from drafter.errors import ConfigError, ContractError, ResumableError, RowError
@@ -277,6 +275,7 @@ def prepare(stage: Stage) -> Work:
     for shard in filter(artifacts.cut_torn_tail, rows.shards(stage.folder)):
         say("%s ended in the middle of a row, which is asked for again", shard)
     stage.facts |= before.get("facts", {})
+    stage.facts.pop("deadline", None)
     meta = prompts.materialise(stage.config, stage.folder)
     stage.facts |= {"prompts_sha256": meta["sha256"], "sources": meta["sources"]}
     for line in broken_lines(stage.folder):
@@ -289,13 +288,22 @@ def prepare(stage: Stage) -> Work:
     return work
 
 
-async def answer(stage: Stage, work: Work) -> None:
-    """Send what is pending, as long as the deadline allows."""
-    deadline = stage.args.deadline and next_time(stage.args.deadline, datetime.fromtimestamp(stage.started))
+def ask(stage: Stage, work: Work) -> None:
+    """Answer what is pending until the deadline; once that has passed, no server is needed."""
+    deadline = stage.args.deadline and stage.args.deadline.timestamp()
+    if deadline is not None and time.time() >= deadline:
+        say("the deadline %s has passed: no request is sent", stage.args.deadline)
+        return
+    server.check(stage.config, "generate")
+    client.run(answer(stage, work, deadline))
+
+
+async def answer(stage: Stage, work: Work, deadline: float | None) -> None:
+    """Send what is pending until `deadline`, a timestamp."""
     settings, generated = stage.config.generate, stage.config.servers.generate
-    async with Client(generated, concurrency=settings.concurrency, outage_minutes=settings.outage_minutes) as client:
-        context = await chat.preflight(client, stage.config)
-        generation = Generation(stage, work, client, context, deadline)
+    async with Client(generated, concurrency=settings.concurrency, outage_minutes=settings.outage_minutes) as calls:
+        context = await chat.preflight(calls, stage.config)
+        generation = Generation(stage, work, calls, context, deadline)
         try:
             await generation.run()
         finally:
@@ -316,8 +324,12 @@ def conclude(stage: Stage) -> dict:
     done, least = stage.counts.done, stage.config.generate.min_rows
     if work.pending and stage.args.deadline:
         if done < max(least, 1):
-            raise ResumableError(f"the deadline left {done} rows, fewer than generate.min_rows = {max(least, 1)}")
-        return stage.finish() | {"deadline": stage.args.deadline}
+            raise ResumableError(
+                f"at the deadline {stage.args.deadline} there were {done} rows, fewer than generate.min_rows = "
+                f"{max(least, 1)}; run it again with a later --deadline"
+            )
+        stage.facts["deadline"] = stage.args.deadline.timestamp()
+        return stage.finish() | {"deadline": stage.args.deadline.isoformat()}
     if not done:
         raise ContractError(f"not one row from {stage.counts.total} prompts: {dict(stage.counts.rejected)}")
     return stage.finish()
@@ -364,18 +376,3 @@ def broken_lines(mix: Path) -> list[str]:
     lines = [f"prompts {record['source']}: rejected: {record['detail']}" for record in broken[:BROKEN_NAMED]]
     more = len(broken) - BROKEN_NAMED
     return [*lines, f"and {more} more, in {prompts.REJECTED} once 01b runs"] if more > 0 else lines
-
-
-def clock(text: str) -> str:
-    """An argument that is a time of the day."""
-    try:
-        datetime.strptime(text, "%H:%M")
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HH:MM") from None
-    return text
-
-
-def next_time(text: str, now: datetime) -> float:
-    """The next time the clock shows HH:MM, as a timestamp."""
-    then = datetime.combine(now, datetime.strptime(text, "%H:%M").time())
-    return (then if then > now else then + timedelta(days=1)).timestamp()

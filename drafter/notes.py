@@ -44,6 +44,13 @@ class Seen(TypedDict, total=False):
     exit_code: int | None
 
 
+class Deadline(TypedDict):
+    """When 01b is to stop: as it was given on the command line, and the moment that it meant."""
+
+    given: str
+    at: Moment
+
+
 @CHECKED
 class State(Process):
     """pipeline.json"""
@@ -55,6 +62,7 @@ class State(Process):
     error: NotRequired[str | None]
     production: NotRequired[list[str]]
     home: NotRequired[str]
+    deadline: NotRequired[Deadline]
 
 
 @LISTED
@@ -75,6 +83,7 @@ Plan = CHECKED(TypedDict("Plan", dict.fromkeys(config.STAGES, Planned), total=Fa
 
 class Facts(TypedDict, total=False):
     steps: Count  # of 04
+    deadline: Moment  # of 01b, when it ended by it with requests left
 
 
 Manifest = CHECKED(

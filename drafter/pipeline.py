@@ -8,19 +8,20 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from drafter import (
     arguments,
     artifacts,
     config,
+    deadline,
     default_model,
     errors,
+    events,
     gpu,
     interrupts,
     model_folder,
@@ -30,43 +31,29 @@ from drafter import (
     status,
     supervise,
 )
-from drafter.errors import ConfigError, Interrupted, ResumableError, StageError
+from drafter.errors import ConfigError, Interrupted, StageError
 from drafter.found import Found
 from drafter.machine import Machine, only_logged
 from drafter.stage import Stage, of_the_machine, read_manifest, read_taken, summarise
+from drafter.steps import STEPS, Step
 
 log = logging.getLogger("drafter")
-
-EVENT_SECONDS = 60
-PROBE_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Step:
-    number: str
-    stage: config.StageName
-    script: str
-    role: config.Role | None = None  # the server it talks to
-    machine: bool = True  # needs the GPUs: no other role may hold them meanwhile
-
-
-STEPS = (
-    Step("01b", "01b_synthetic", "01b_generate_synthetic.py", role="generate"),
-    Step("02", "02_hidden_states", "02_extract_hidden_states.py", role="extract"),
-    Step("04", "04_train", "04_train.py"),
-    Step("05", "05_export", "05_export_checkpoint.py", machine=False),
-    Step("06", "06_acceptance", "06_measure_acceptance.py"),  # brings `evaluate` up itself, once a drafter
-)
 
 
 class Pipeline:
     """One run of one config, from `steps[0]` to `steps[-1]`."""
 
-    def __init__(self, run_config: config.Config, steps: tuple[Step, ...], limit: int | None, deadline: str | None):
+    def __init__(
+        self,
+        run_config: config.Config,
+        steps: tuple[Step, ...],
+        limit: int | None,
+        until: deadline.Deadline | None,
+    ):
         self.config = run_config
         self.steps = steps
         self.limit = limit
-        self.deadline = deadline
+        self.deadline = until
         self.state: dict = {"run": run_config.run.name, "status": "running", "stage": None, "stages": {}}
         self.state["asked"] = [step.stage for step in steps]
         self.machine = Machine(run_config)
@@ -110,7 +97,7 @@ class Pipeline:
                 self._preflight()
             return first
         except StageError:
-            self._event("failed")
+            events.report(self.config, "failed")
             raise
 
     def _preflight(self) -> None:
@@ -122,7 +109,12 @@ class Pipeline:
         """Their stages that are not complete yet, as manifests say."""
         own = [step.stage for step in steps if step.stage not in self.config.run.take]
         manifests = {name: read_manifest(self.config.stage_dir(name)) for name in own}
-        return [name for name, manifest in manifests.items() if not manifest or manifest["status"] != "complete"]
+        return [
+            name
+            for name, manifest in manifests.items()
+            if not manifest
+            or (manifest["status"] != "complete" and not deadline.is_settled(manifest, 0, self.deadline))
+        ]
 
     def pending(self, step: Step) -> int:
         """What is left of a step, by its own offline plan: of one taken from another run, nothing.
@@ -133,7 +125,8 @@ class Pipeline:
         if read_taken(self.config, step.stage):
             return 0
         Stage(step.stage, self.config, None).refuse_another_question()  # also of what is finished
-        return self.plan(step)["pending"] or len(self._unfinished((step,)))
+        left = self.plan(step)["pending"]
+        return left or len(self._unfinished((step,)))
 
     def plan(self, step: Step, *verbs: str) -> dict:
         return self.plans((step,), *verbs)[0]
@@ -146,7 +139,18 @@ class Pipeline:
                 message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
                 error = ConfigError if done.returncode == 2 else StageError
                 raise error(f"{step.script} --dry-run: {message[0].removeprefix(f'{step.stage}: ')}")
-        return [json.loads(done.stdout.splitlines()[-1]) for done in answers]
+        found = [json.loads(done.stdout.splitlines()[-1]) for done in answers]
+        return [each | self._left_by_deadline(each) for each in found]
+
+    def _left_by_deadline(self, found: dict) -> dict:
+        """What the deadline that ended 01b has left is pending no more, unless this call asks for it."""
+        manifest = read_manifest(self.config.stage_dir(found["stage"]))
+        if not found["pending"] or not deadline.is_settled(manifest, found["pending"], self.deadline):
+            return {}
+        ended = datetime.fromtimestamp(deadline.ended_at(manifest))
+        left = f"{found['pending']:,} requests left by the deadline {ended:%a %H:%M}; a later --deadline sends them"
+        log.info("%s: %s", found["stage"], left)
+        return {"pending": 0, "left": left}
 
     def _smoke(self) -> int:
         """Before a night that is to train and measure: the untrained warm start is served and must be accepted from.
@@ -160,7 +164,7 @@ class Pipeline:
         if not asked or not self.plan(by_number["05"], "--smoke")["pending"]:
             return 0
         self.machine.only(None)
-        code, summary = self._watch(by_number["05"], "--smoke")
+        code, summary = self._watch(by_number["05"], None, "--smoke")
         self.state["smoke"] = summary.get("smoke")
         if code:
             self._finish("failed", summary.get("error"))
@@ -176,9 +180,10 @@ class Pipeline:
 
         self._note(step, status="running", started=started, seconds=before, exit_code=None)
         try:
+            role = None if self._is_past(step) else step.role
             if step.machine:
-                self.machine.only(step.role)
-            code, summary = self._watch(step)
+                self.machine.only(role)
+            code, summary = self._watch(step, role)
         except Interrupted:
             with only_logged("pipeline.json"):  # a full disk is no reason to forget why this ends
                 note("interrupted")
@@ -189,11 +194,10 @@ class Pipeline:
         note("failed" if code else "complete", exit_code=code)
         self._report()
         if code:
-            self._event("failure", step)
             log.info("%s failed with exit code %d; %s", step.stage, code, errors.what_next(code))
             self._finish("failed", summary.get("error"))
         else:
-            self._event("stage_end", step)
+            events.report(self.config, "stage_end", step.stage)
         return code
 
     def _seconds(self, step: Step) -> float:
@@ -210,16 +214,20 @@ class Pipeline:
     def _launch(self, step: Step) -> list[str]:
         line = self._command(step)
         if step.number == "01b" and self.deadline:
-            line += ["--deadline", self.deadline]
+            line += ["--deadline", self.deadline.argument]
         if step.number == "04":
             ranks = str(self.config.train.processes)
             line[1:1] = ["-m", "drafter.torchrun", "--standalone", "--nproc-per-node", ranks]
         return line
 
-    def _watch(self, step: Step, *verbs: str) -> tuple[int, dict]:
-        """Run a step beside its server; its exit code and summary."""
+    def _is_past(self, step: Step) -> bool:
+        """Whether the step is 01b and its deadline has passed: it sends nothing more, and needs no server."""
+        return step.number == "01b" and self.deadline is not None and time.time() >= self.deadline.at
+
+    def _watch(self, step: Step, role: config.Role | None, *verbs: str) -> tuple[int, dict]:
+        """Run a step beside the server of `role`; its exit code and summary."""
         log_file = self.config.run_dir / "logs" / f"{step.stage}.log"
-        return supervise.run(self.config, step.role, [*self._launch(step), *verbs], log_file)
+        return supervise.run(self.config, role, [*self._launch(step), *verbs], log_file)
 
     # The machine
 
@@ -271,6 +279,8 @@ class Pipeline:
             killed = found.state["status"] == "running" and found.state.get("boot") == process.boot()
             self.machine.production = set(found.state.get("production", []))
             self.machine.borrowed = killed or bool(self.machine.production)
+        if "deadline" in found.state:
+            self.state["deadline"] = found.state["deadline"]
         self.state["stages"] = {name: seen for name in config.STAGES if (seen := found.seen(name))}
         for name, seen in self.state["stages"].items():
             if seen.get("status") == "running":  # a call that was killed
@@ -291,7 +301,13 @@ class Pipeline:
             with only_logged("pipeline.json"):  # a full disk must not keep anybody from being told
                 self._save()
             self._report()
-            self._event("finish" if status in ("complete", "stopped") else status)
+            if status in ("complete", "stopped"):
+                events.report(self.config, "finish")
+            else:
+                seen = self.state["stages"].get(self.state["stage"], {})
+                events.report(
+                    self.config, status, "" if seen.get("status") == "complete" else self.state["stage"] or ""
+                )
 
     def _report(self) -> None:
         with only_logged("report.html"):
@@ -299,42 +315,14 @@ class Pipeline:
 
     def _save(self) -> None:
         self.config.run_dir.mkdir(parents=True, exist_ok=True)
+        if self.deadline:
+            self.state["deadline"] = self.deadline._asdict()
         self.state |= process.identity(os.getpid()) | {
             "production": sorted(self.machine.production),
             "home": artifacts.home(self.config.run_dir),
             "updated": time.time(),
         }
         artifacts.write_json(state_path(self.config), self.state)
-
-    def _event(self, event: str, step: Step | None = None) -> None:
-        """Tell `run.on_event`; whatever it does, the night goes on."""
-        if not self.config.run.on_event:
-            return
-        facts = {"EVENT": event, "STAGE": step.stage if step else "", "RUN": self.config.run.name}
-        with only_logged("run.on_event"):
-            done = process.run(["/bin/sh", "-c", self.config.run.on_event], EVENT_SECONDS, env=os.environ | facts)
-            if done.returncode:
-                log.info("run.on_event: exit code %d: %s", done.returncode, " ".join(done.stderr.split()))
-
-
-def probe(run_config: config.Config) -> None:
-    """Measure this machine: 01b, 02 and 04 on some rows, in a run of which only the manifests stay, for the plan.
-
-    What the run takes from other runs stays theirs. Raises ResumableError when a stage fails, ConfigError while the
-    run itself is working: it has the machine.
-    """
-    path, overrides = run_config.origin
-    short = config.load(path, [*overrides, f"run.name={run_config.run.name}-probe", "train.epochs=1"])
-    rows = max(PROBE_ROWS, 2 * run_config.generate.concurrency)  # fewer would not fill the server for long
-    with artifacts.locked(run_config.run_dir):
-        if code := Pipeline(short, STEPS[:3], rows, None).run():
-            raise ResumableError(f"the probe ended with exit code {code}: see {short.run_dir / 'logs'}")
-    for step in STEPS[:3]:
-        if step.stage in short.run.take:
-            continue
-        for path in short.stage_dir(step.stage).iterdir():
-            if path.name not in ("manifest.json", "config.yaml"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def state_path(run_config: config.Config) -> Path:
@@ -362,11 +350,15 @@ def main(argv: list[str] | None = None) -> int:
         if args.status:
             print("\n".join(status.lines(run_config)))
             return 0
-        pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, args.deadline)
+        now = datetime.now()
+        until = deadline.resolve(run_config, args.deadline, now)
+        pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, until)
         if args.plan:
             if args.probe and plan.guesses(run_config):
-                probe(run_config)
-            print(plan.show(run_config, None, args.deadline, args.done_by))
+                from drafter import trial
+
+                trial.measure(run_config)
+            print(plan.show(run_config, None, until and until.moment, arguments.next_time(args.done_by, now)))
             return 0
         if run_config.target.model == model_folder.DEFAULT_MODEL:
             default_model.ensure()

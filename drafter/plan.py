@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from drafter import artifacts, config, sources, stage
 from drafter.arguments import next_time
 from drafter.artifacts import size
+from drafter.deadline import resolve
 from drafter.errors import ConfigError
 from drafter.estimates import (
     TRIAL,
@@ -279,7 +280,9 @@ def _platforms(run_config: config.Config, asked: int) -> list[str]:
     return [table(["platform (01b, 02, 04)", "time", "cost"], rows), *moves]
 
 
-def show(run_config: config.Config, profile_name: str | None, deadline: str | None, done_by: str | None) -> str:
+def show(
+    run_config: config.Config, profile_name: str | None, deadline: datetime | None, done_by: datetime | None
+) -> str:
     """The page. Raises ConfigError for prompts and taken stages that are not here, and what the model refuses."""
     for name in run_config.run.take:
         stage.read_taken(run_config, name)
@@ -288,8 +291,8 @@ def show(run_config: config.Config, profile_name: str | None, deadline: str | No
             raise ConfigError(line)
     if _model_is_here(run_config):
         run_config.check_against_model()
-    now, platform = datetime.now(), profile(profile_name or default_profile(run_config))
-    return page(run_config, platform, now, next_time(deadline, now), next_time(done_by, now))
+    platform = profile(profile_name or default_profile(run_config))
+    return page(run_config, platform, datetime.now(), deadline, done_by)
 
 
 def to_record(run_config: config.Config, limit: int | None = None) -> dict:
@@ -320,7 +323,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--json", action="store_true", help="the estimate by stage, for programs")
 
     def body(run_config: config.Config, args: argparse.Namespace) -> None:
-        text = show(run_config, args.profile, args.deadline, args.done_by)
+        now = datetime.now()
+        until = resolve(run_config, args.deadline, now)
+        text = show(run_config, args.profile, until and until.moment, next_time(args.done_by, now))
         print(json.dumps(to_record(run_config)) if args.json else text)
 
     return stage.run_tool("plan", body, arguments, argv)

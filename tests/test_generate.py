@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter import artifacts, chat, client, config, generate, prompts, rows, stage
+from drafter import arguments, artifacts, chat, client, config, generate, prompts, rows, stage
 from tests import fakes
 from tests.fakes import FakeServer, Reply, chat_reply, error_body
 
@@ -768,10 +768,9 @@ def deadline(lab, monkeypatch):
         return 3000.0 if len(lab.server.chats) >= 20 else 1000.0
 
     monkeypatch.setattr(generate, "time", types.SimpleNamespace(**vars(time) | {"time": now}))
-    monkeypatch.setattr(generate, "next_time", lambda text, start: 2000.0)
     lab.server.script = lambda call: Reply(chat_reply(call.body), delay=0.05)
     lab.add_source(questions(200))
-    return ["--deadline", "06:00"]
+    return ["--deadline", "1970-01-01T00:33:20+00:00"]
 
 
 def test_past_the_deadline_what_is_in_flight_is_finished_and_the_rest_named(lab, deadline):
@@ -794,8 +793,28 @@ def test_a_deadline_with_too_few_rows_is_not_a_success(lab, deadline):
 
 def test_the_deadline_is_the_next_time_the_clock_shows_it():
     evening = datetime(2026, 1, 1, 22, 30)
-    assert generate.next_time("23:00", evening) == datetime(2026, 1, 1, 23, 0).timestamp()
-    assert generate.next_time("06:15", evening) == datetime(2026, 1, 2, 6, 15).timestamp()
+    assert arguments.next_time("23:00", evening) == datetime(2026, 1, 1, 23, 0)
+    assert arguments.next_time("06:15", evening) == datetime(2026, 1, 2, 6, 15)
+    full = datetime(2026, 1, 2, 6, 15).astimezone()
+    assert {arguments.next_time(text, evening) for text in ("2026-01-02T06:15", full.isoformat())} == {
+        full.replace(tzinfo=None)
+    }
+
+
+def test_a_deadline_with_its_date_that_has_passed_ends_01b_without_a_server(lab):
+    """Seam H1: such a time was taken for the same hour of the next day. A later deadline goes on."""
+    lab.add_source(questions(20))
+    assert lab.run("--deadline", "2026-01-01T00:00") == 3, "no row at all is no success"
+    assert lab.server.calls == [] and lab.manifest["error"].endswith("run it again with a later --deadline")
+    assert lab.run("--limit", "4") == 0
+    calls = len(lab.server.calls)
+    assert lab.run("--deadline", "2026-01-01T00:00") == 0
+    assert len(lab.server.calls) == calls
+    assert (lab.manifest["out"], lab.manifest["pending"], lab.manifest["status"]) == (4, 14, "partial")
+    assert lab.manifest["facts"]["deadline"] == datetime(2026, 1, 1).timestamp()
+    assert lab.run() == 0
+    assert (lab.manifest["out"], lab.manifest["status"]) == (18, "complete")
+    assert "deadline" not in lab.manifest["facts"]
 
 
 def test_a_deadline_that_is_no_time_of_day_is_refused_at_once(lab, capsys):

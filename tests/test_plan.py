@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, pipeline, plan, rates
+from drafter import artifacts, config, pipeline, plan, rates, trial
 from drafter.errors import ConfigError
 
 BOX, RENTED = "rtx_pro_6000_x8", "b300_x8"
@@ -135,14 +135,14 @@ def test_a_probe_keeps_what_it_takes_from_another_run(tmp_path, model, monkeypat
         return 0
 
     monkeypatch.setattr(pipeline.Pipeline, "run", run)
-    pipeline.probe(config.load(CPU_CONFIG, overrides))
+    trial.measure(config.load(CPU_CONFIG, overrides))
     assert len(list(other.iterdir())) == 3
 
 
 def test_a_probe_never_takes_the_machine_from_its_own_run(tmp_path, model):
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
     with artifacts.locked(run.run_dir), pytest.raises(ConfigError, match="another process is working"):
-        pipeline.probe(run)
+        trial.measure(run)
 
 
 def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monkeypatch):

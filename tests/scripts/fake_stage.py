@@ -3,7 +3,7 @@
 FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), resumable (exit 3), killed (SIGKILL), server (works until its
 server has been restarted), lost (until its server is being restarted, then fails), outage (exit 3, until its server
 has been restarted), forever (until a signal; then saves a second), knows (its --dry-run refuses the config), ponders
-(its --dry-run takes long).
+(its --dry-run takes long), late (ends by its deadline, with a request left).
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from drafter import config, server, stage
+from drafter import arguments, config, server, stage
 from drafter.errors import ConfigError, ContractError, ResumableError
 
 ROLES = {"01b_synthetic": "generate", "02_hidden_states": "extract"}
@@ -32,7 +32,8 @@ def body(this: stage.Stage) -> dict:
     this.begin(["target.served_name"])
     this.counts.total = 1
     role = ROLES.get(this.name)
-    if role:
+    late = fake == "late" and this.args.deadline
+    if role and not (late and time.time() >= late.timestamp()):
         server.check(this.config, role)
     if fake == "fail":
         raise ContractError("the states are wrong")
@@ -59,6 +60,9 @@ def body(this: stage.Stage) -> dict:
         finally:
             time.sleep(1)
             (this.folder / "saved").touch()
+    if late:
+        this.facts["deadline"] = late.timestamp()
+        return this.finish() | {"deadline": True}
     done.touch()
     this.counts.done = 1
     return this.finish()
@@ -70,7 +74,9 @@ def pid(run_config: config.Config, role: str) -> int | None:
 
 
 def main(name: str) -> int:
-    return stage.run(name, body, stage.parser(__doc__), sys.argv[1:])
+    parser = stage.parser(__doc__)
+    parser.add_argument("--deadline", type=arguments.moment)
+    return stage.run(name, body, parser, sys.argv[1:])
 
 
 if __name__ == "__main__":

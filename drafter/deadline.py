@@ -1,0 +1,54 @@
+"""The moment when 01b stops generating. HH:MM becomes a moment once a run, which pipeline.json records.
+
+A call that continues a run with the same HH:MM means the recorded moment, not the same hour of the next day: for as
+long as 01b ended by it, else until CONTINUED_SECONDS after it. Another time, or one with its date, is a new deadline.
+"""
+
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from drafter import config, notes
+from drafter.arguments import next_time
+from drafter.stage import read_manifest
+
+CONTINUED_SECONDS = 12 * 3600
+
+
+class Deadline(NamedTuple):
+    given: str  # as on the command line
+    at: float  # timestamp
+
+    @property
+    def moment(self) -> datetime:
+        return datetime.fromtimestamp(self.at)
+
+    @property
+    def argument(self) -> str:
+        """For the command line of 01b, which must not resolve it again."""
+        return self.moment.astimezone().isoformat(timespec="seconds")
+
+
+def resolve(run_config: config.Config, given: str | None, now: datetime) -> Deadline | None:
+    """The deadline that `given` means for this run at `now` (local time). Raises ConfigError for what is no time."""
+    if given is None:
+        return None
+    noted = notes.read(run_config.run_dir / "pipeline.json", notes.State).get("deadline")
+    if noted and noted["given"] == given:
+        ended = ended_at(read_manifest(run_config.stage_dir("01b_synthetic")) or {}) == noted["at"]
+        if ended or now.timestamp() < noted["at"] + CONTINUED_SECONDS:
+            return Deadline(given, noted["at"])
+    return Deadline(given, next_time(given, now).timestamp())
+
+
+def ended_at(manifest: dict[str, Any]) -> float | None:
+    """The deadline, as a timestamp, that ended 01b with requests left; None where none did. `manifest` is 01b's."""
+    return manifest.get("facts", {}).get("deadline") if manifest.get("status") == "partial" else None
+
+
+def is_settled(manifest: dict[str, Any] | None, pending: int, wanted: Deadline | None) -> bool:
+    """Whether 01b, with so many requests `pending`, ended by its deadline and no more is asked of it.
+
+    More is asked by a later deadline, and by more prompts than it knew of.
+    """
+    ended = ended_at(manifest or {})
+    return ended is not None and pending <= manifest.get("pending", 0) and (wanted is None or wanted.at <= ended)
