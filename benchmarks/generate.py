@@ -121,7 +121,7 @@ async def bare(run_config: config.Config, path: Path, seeds: bool) -> dict:
 
 
 async def client_only(run_config: config.Config, path: Path) -> dict:
-    """Our client without the stage: what the OpenAI SDK and the retries cost."""
+    """Our client without the stage: what its retries and counts cost."""
     requests, settings = prompts.Requests(path), run_config.generate
     bodies = [chat.body(requests[i], [], run_config) for i in range(len(requests))]
     queue = iter(bodies)

@@ -1,14 +1,12 @@
-"""The async client of one vLLM server: the OpenAI SDK with our own limits, retries and patience.
+"""The async client of one vLLM server: raw JSON over aiohttp, with our own limits, retries and patience.
 
-The SDK gives the address, the headers and the errors; its `request` is replaced by one that sends the body over
-aiohttp and returns raw JSON. The SDK's own spends 0.8 ms of CPU a request on preparing it anew, three times what
-aiohttp needs for sending it. Retries are ours alone.
+Not the OpenAI SDK: it spends 0.8 ms of CPU on preparing a request, three times what aiohttp needs for sending it, and
+reads proxies and certificates from the environment.
 """
 
 import asyncio
 import contextlib
 import email.utils
-import importlib
 import json
 import logging
 import math
@@ -19,18 +17,15 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
-import openai
+from aiohttp.http_exceptions import HttpProcessingError
 
 from drafter import interrupts
 from drafter.artifacts import span
 from drafter.config import Server
 from drafter.errors import ConfigError, Interrupted, ResumableError, RowError
-
-# openai 2 is built on httpx, openai 3 on httpx2; its errors carry that one's requests and responses
-httpx = importlib.import_module(openai.DefaultAsyncHttpxClient.__base__.__module__.partition(".")[0])
 
 log = logging.getLogger("drafter")
 
@@ -47,9 +42,47 @@ SPARE_FILES = 64  # descriptors for everything that is not a connection
 WAIT_STATUSES = frozenset({429, 503})  # a busy server: no fault of the request's
 RETRY_STATUSES = frozenset({408, 409, 425})  # beside every other 5xx
 CONFIG_STATUSES = frozenset({401, 403, 404})
-
+LONGEST_MESSAGE = 10_000  # characters of an error reply that are looked at
 
 T = TypeVar("T")
+
+
+class AttemptError(Exception):
+    """One attempt failed. `reason` names it in the counts; it costs so many of a request's ATTEMPTS."""
+
+    def __init__(self, reason: str, cost: int, message: str = "", pause: float | None = None):
+        super().__init__(f"{reason}: {message}" if message else reason)
+        self.reason, self.cost = reason, cost
+        self.pause = pause  # seconds that the server asked for
+
+
+class StatusError(Exception):
+    """A reply with an error status that is not retried."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(f"{status}: {message}")
+        self.status, self.message = status, message
+
+
+def request_headers(server: Server) -> dict[str, str]:
+    """Headers of every request to a server. Raises ConfigError when the variable of its key is empty.
+
+    Replies are asked for uncompressed: a proxy that compresses its error pages would only add a way to fail.
+    """
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    if server.api_key_env:
+        key = os.environ.get(server.api_key_env)
+        if not key:
+            raise ConfigError(
+                f"the environment variable {server.api_key_env} is empty; it must hold the server's key"
+            )
+        headers["authorization"] = f"Bearer {key}"
+    return headers
+
+
+def open_session(headers: dict[str, str], **settings: Any) -> aiohttp.ClientSession:
+    """A session for a server, with nothing of the environment in it: no proxy, no netrc."""
+    return aiohttp.ClientSession(headers=headers, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), **settings)
 
 
 class Client:
@@ -69,34 +102,25 @@ class Client:
         self.in_flight = 0
         self.peak_in_flight = 0
         self.outages = 0
-        self._key = os.environ.get(server.api_key_env, "") if server.api_key_env else "none"
-        if not self._key:
-            raise ConfigError(
-                f"the environment variable {server.api_key_env} is empty; it must hold the server's key"
-            )
+        self._headers = request_headers(server)
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._up = asyncio.Event()
         self._up.set()
         self._sick: set[object] = set()  # requests that failed since the last success
         self._probe: asyncio.Task | None = None
-        self._gone: ResumableError | None = None
+        self._gone: Exception | None = None  # why the wait for the server ended without it
 
     async def __aenter__(self) -> "Client":
         _need_files(self._concurrency + SPARE_FILES)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=600),
-            auto_decompress=True,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-        self._sdk = _AioOpenAI(self._session, base_url=self.url, api_key=self._key, max_retries=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=600)
+        self._session = open_session(self._headers, connector=connector)
         return self
 
     async def __aexit__(self, *_exc) -> None:
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
-        await self._sdk.close()
         await self._session.close()
 
     async def post(self, path: str, body: dict, timeout: float) -> dict:
@@ -115,22 +139,16 @@ class Client:
             await self._up.wait()
             if self._gone is not None:
                 raise self._gone
-            pause = None
             try:
                 reply = await self._once(method, path, body, timeout)
                 self._sick.clear()
                 return reply
-            except openai.APIStatusError as error:
-                status = error.status_code
+            except StatusError as error:
                 _raise_permanent(error, path)
-                reason = f"http_{status}"
-                pause = _retry_after(error.response.headers.get("retry-after"), self.outage_seconds)
-                cost = 0 if status in WAIT_STATUSES else 1
-            except openai.APITimeoutError:
-                reason, cost = "timeout", TIMEOUT_COST
+            except AttemptError as error:
+                reason, cost, pause = error.reason, error.cost, error.pause
+            if reason == "timeout":
                 self.abandoned += 1
-            except openai.APIConnectionError as error:
-                reason, cost = ("disconnected", 1) if error.sent else ("no_connection", 0)
             self.retries[reason] += 1
             self._sick.add(me)
             if reason == "no_connection" or len(self._sick) >= SICK_REQUESTS:
@@ -150,9 +168,7 @@ class Client:
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         try:
-            send = self._sdk.get if method == "get" else self._sdk.post
-            content = {} if body is None else {"body": body}
-            data = await send(path, cast_to=bytes, options={"timeout": timeout}, **content)
+            data = await self._send(method, path, body, timeout)
         except asyncio.CancelledError:
             self.abandoned += 1
             raise
@@ -172,9 +188,19 @@ class Client:
         self._up.clear()
         self.outages += 1
         log.warning("server %s is down (%s); waiting up to %s", self.url, reason, span(self.outage_seconds))
-        self._probe = asyncio.create_task(self._watch(reason))
+        self._probe = asyncio.create_task(self._outage(reason))
+        self._probe.add_done_callback(self._wake)
 
-    async def _watch(self, reason: str) -> None:
+    def _wake(self, probe: "asyncio.Task[ResumableError | None]") -> None:
+        """However the wait for the server ended, no call waits on; an error of the wait is an error of every call."""
+        if probe.cancelled():
+            self._gone = ResumableError(f"the wait for {self.url} was cut short; run the same command again")
+        else:
+            self._gone = probe.exception() or probe.result()
+        self._sick.clear()
+        self._up.set()
+
+    async def _outage(self, reason: str) -> ResumableError | None:
         """Ask for a real completion until one comes: `/health` says 200 while an engine is dead."""
         since = time.monotonic()
         tries = 0
@@ -182,23 +208,42 @@ class Client:
             tries += 1
             if await self._answers(min(PROBE_TIMEOUT, max(left, 1.0))):
                 log.warning("server %s is back after %.0f s", self.url, time.monotonic() - since)
-                break
+                return None
             await asyncio.sleep(min(left, _backoff(tries, *PROBE_SECONDS)))
-        else:
-            self._gone = ResumableError(
-                f"no answer from {self.url} for {span(self.outage_seconds)} ({reason}); "
-                "bring the server up and run the same command again"
-            )
-        self._sick.clear()
-        self._up.set()
+        return ResumableError(
+            f"no answer from {self.url} for {span(self.outage_seconds)} ({reason}); "
+            "bring the server up and run the same command again"
+        )
 
     async def _answers(self, timeout: float) -> bool:
-        with contextlib.suppress(openai.APIError, RowError, LookupError, TypeError):
+        with contextlib.suppress(AttemptError, StatusError, RowError, LookupError, TypeError):
             await self._once("get", "/health", None, timeout)
             model = (await self._once("get", "/v1/models", None, timeout))["data"][0]["id"]
             await self._once("post", "/v1/completions", {"model": model, "prompt": "a", "max_tokens": 1}, timeout)
             return True
         return False
+
+    async def _send(self, method: str, path: str, body: dict | None, timeout: float) -> bytes:
+        """The bytes of one reply. Raises AttemptError for what a retry may mend, else StatusError."""
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
+        content = None if body is None else _encode(body)
+        try:
+            async with self._session.request(method, self.url + path, data=content, timeout=limits) as reply:
+                data = await reply.read()
+        except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
+            raise AttemptError("no_connection", 0, repr(error)) from None
+        except TimeoutError:
+            raise AttemptError("timeout", TIMEOUT_COST) from None
+        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:  # a reply that is no HTTP
+            raise AttemptError("disconnected", 1, repr(error)) from None
+        status = reply.status
+        if status < 400:
+            return data
+        message = _message(data)
+        if status in WAIT_STATUSES or status in RETRY_STATUSES or status >= 500:
+            pause = _retry_after(reply.headers.get("retry-after"), self.outage_seconds)
+            raise AttemptError(f"http_{status}", 0 if status in WAIT_STATUSES else 1, message, pause)
+        raise StatusError(status, message)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -237,65 +282,22 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             signal.signal(signum, handler)
 
 
-class _AioOpenAI(openai.AsyncOpenAI):
-    """The SDK's client with a `request` that returns the reply's bytes, sent over `session`.
-
-    Raises the SDK's errors: APIConnectionError (`sent` tells whether a server was reached), APITimeoutError,
-    APIStatusError.
-    """
-
-    def __init__(self, session: aiohttp.ClientSession, **settings):
-        super().__init__(**settings)
-        self._session = session
-        self._root = str(self.base_url).rstrip("/")
-        headers = {**self.default_headers, **self.auth_headers}
-        self._headers = {key: value for key, value in headers.items() if isinstance(value, str)}
-
-    async def request(self, cast_to, options, **_unused) -> bytes:
-        url = self._root + options.url
-        body = None if options.json_data is None else _encode(options.json_data)
-        limits = aiohttp.ClientTimeout(total=options.timeout, sock_connect=min(CONNECT_SECONDS, options.timeout))
-        try:
-            async with self._session.request(
-                options.method, url, data=body, headers=self._headers, timeout=limits
-            ) as reply:
-                data = await reply.read()
-        except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
-            raise _connection_error(url, error, sent=False) from error
-        except TimeoutError as error:
-            raise openai.APITimeoutError(httpx.Request(options.method, url)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise _connection_error(url, error, sent=True) from error
-        if reply.status >= 400:
-            raise _status_error(httpx.Request(options.method, url), reply, data)
-        return data
-
-
 def _encode(body: Any) -> bytes:
     # ASCII escapes: a lone surrogate in a prompt cannot be written as UTF-8.
     return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
-def _connection_error(url: str, cause: Exception, sent: bool) -> openai.APIConnectionError:
-    error = openai.APIConnectionError(message=f"{url}: {cause!r}", request=httpx.Request("POST", url))
-    error.sent = sent
-    return error
-
-
-def _status_error(request, reply: aiohttp.ClientResponse, data: bytes) -> openai.APIStatusError:
-    response = httpx.Response(reply.status, headers=reply.raw_headers, content=data, request=request)
+def _message(data: bytes) -> str:
+    """What an error reply says, on one line; whatever it holds."""
     text = data.decode("utf-8", errors="replace")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(text)["error"]["message"])
-    return openai.APIStatusError(text, response=response, body=None)
+    return " ".join(text[:LONGEST_MESSAGE].split())[:300]
 
 
-def _raise_permanent(error: openai.APIStatusError, path: str) -> None:
-    """Raise what no retry can change; return for what one may."""
-    status = error.status_code
-    if status in WAIT_STATUSES or status in RETRY_STATUSES or status >= 500:
-        return
-    message = " ".join(error.message.split())[:300]
+def _raise_permanent(error: StatusError, path: str) -> NoReturn:
+    """Raise what an error status that is not retried means: the request's own fault, or the user's."""
+    status, message = error.status, error.message
     if status in CONFIG_STATUSES:
         raise ConfigError(f"the server answered {status} to {path}: {message}") from None
     too_long = status == 413 or "maximum context length" in message or "max_model_len" in message
@@ -304,10 +306,12 @@ def _raise_permanent(error: openai.APIStatusError, path: str) -> None:
 
 def _retry_after(value: str | None, longest: float) -> float | None:
     """Seconds from a Retry-After header, a number or an HTTP date; None when there is none to read."""
+    if value is None:
+        return None
     seconds = None
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, OverflowError, OSError):
         seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError):
         seconds = float(value)
     return None if seconds is None or math.isnan(seconds) else min(max(seconds, 0.0), longest)
 

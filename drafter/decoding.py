@@ -7,14 +7,15 @@ drops accepted tokens behind a stop, so streams are believed only as far as they
 
 import asyncio
 import json
-import os
 import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field, replace
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
+from drafter.client import open_session, request_headers
 from drafter.config import Server
 from drafter.errors import ResumableError, RowError
 
@@ -34,7 +35,10 @@ class Counters:
     accepted_per_position: list[int] = field(default_factory=list)
 
     def since(self, earlier: "Counters") -> "Counters":
+        """Raises ResumableError when these are not later counters of the same engine."""
         before = earlier.accepted_per_position or [0] * len(self.accepted_per_position)
+        if len(before) != len(self.accepted_per_position):
+            raise ResumableError("the engine's counters changed their form: its server was replaced; run again")
         return Counters(
             self.drafts - earlier.drafts,
             self.draft_tokens - earlier.draft_tokens,
@@ -137,13 +141,12 @@ async def decode(
     Nothing is retried: a repeated request would count twice. Raises ResumableError when the server fails.
     """
     url = server.url.rstrip("/")
-    headers = {"authorization": f"Bearer {os.environ.get(server.api_key_env, '')}"} if server.api_key_env else {}
     replies: dict[str, Reply] = {}
     refused: dict[str, str] = {}
     waiting = list(requests)
 
-    async with aiohttp.ClientSession(
-        headers=headers,
+    async with open_session(
+        request_headers(server),
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=600),
         read_bufsize=1 << 20,
@@ -171,7 +174,7 @@ async def decode(
             counters = (await _settled(session, url)).since(before)
         except ExceptionGroup as group:
             raise _failed(url, group.exceptions[0]) from None
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise _failed(url, error) from None
     ordered = [replies[conv_id] for conv_id in requests if conv_id in replies]
     return Decoded(ordered, counters, seconds, refused, len(waiting))
@@ -179,7 +182,7 @@ async def decode(
 
 def _failed(url: str, error: Exception) -> Exception:
     """What to raise for a request that failed: the server's failures can be resumed from, ours are bugs."""
-    if isinstance(error, aiohttp.ClientError | TimeoutError):
+    if isinstance(error, aiohttp.ClientError | OSError):
         return ResumableError(f"the server at {url} failed: {error!r}; run the same command again")
     return error
 
@@ -192,33 +195,64 @@ async def _stream(session: aiohttp.ClientSession, url: str, conv_id: str, body: 
     chunks: list[int] = []
     finish_reason = ""
     async for event in _events(session, f"{url}/v1/chat/completions", body | {"stream": True}):
-        prompt_ids = event.get("prompt_token_ids") or prompt_ids
-        for choice in event["choices"]:
-            finish_reason = choice.get("finish_reason") or finish_reason
-            if ids := choice.get("token_ids"):
-                first = first or time.monotonic() - started
-                token_ids += ids
-                chunks.append(len(ids))
+        prompt_ids = event.prompt_ids or prompt_ids
+        finish_reason = event.finish_reason or finish_reason
+        if event.token_ids:
+            first = first or time.monotonic() - started
+            token_ids += event.token_ids
+            chunks.append(len(event.token_ids))
     if not token_ids or not prompt_ids:
         raise RowError("empty_completion", "a reply without token ids")
     thinks = think_end is not None and prompt_ids[-1] != think_end
     return Reply(conv_id, token_ids, chunks, finish_reason, time.monotonic() - started, first, thinks)
 
 
-async def _events(session: aiohttp.ClientSession, url: str, body: dict) -> AsyncIterator[dict]:
-    """Server-sent events as JSON. Raises RowError for a request that is refused for its own sake."""
+@dataclass(slots=True)
+class Event:
+    """One streamed chunk."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    finish_reason: str
+
+    @classmethod
+    def parse(cls, line: bytes) -> "Event":
+        """Raises ValueError when it is no chunk of a completion."""
+        try:
+            record = json.loads(line)
+            if "error" in record:
+                raise ValueError(f"an error: {record['error']}")
+            choice = record["choices"][0] if record["choices"] else {}
+            event = cls(
+                record.get("prompt_token_ids") or [],
+                choice.get("token_ids") or [],
+                choice.get("finish_reason") or "",
+            )
+            whole = all(isinstance(token, int) for token in event.prompt_ids + event.token_ids)
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"a broken event ({error!r})") from None
+        if not whole or not isinstance(event.finish_reason, str):
+            raise ValueError("a broken event (token ids are no integers)")
+        return event
+
+
+async def _events(session: aiohttp.ClientSession, url: str, body: dict) -> AsyncIterator[Event]:
+    """A completion as server-sent events.
+
+    Raises RowError for a request that is refused for its own sake, ResumableError for a stream that breaks.
+    """
     async with session.post(url, json=body) as reply:
         if reply.status != 200:
-            text = " ".join((await reply.text()).split())[:300]
+            text = " ".join((await reply.read()).decode(errors="replace").split())[:300]
             if reply.status in (400, 413, 422):
                 raise RowError("request_refused", f"{reply.status}: {text}")
             raise ResumableError(f"{reply.status} from {url}: {text}")
-        async for line in reply.content:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise ResumableError(f"{url} broke off: {event['error']}")
-                yield event
+        try:
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    yield Event.parse(line[6:])
+        except (ValueError, HttpProcessingError) as error:  # the latter of a line longer than the buffer
+            raise ResumableError(f"{url} sent {str(error)[:300]}; run the same command again") from None
 
 
 async def _settled(session: aiohttp.ClientSession, url: str) -> Counters:
@@ -229,7 +263,11 @@ async def _settled(session: aiohttp.ClientSession, url: str) -> Counters:
         async with session.get(f"{url}/metrics") as reply:
             if reply.status != 200:
                 raise ResumableError(f"{reply.status} from {url}/metrics")
-            running, counters = read_counters(await reply.text())
+            text = (await reply.read()).decode(errors="replace")
+        try:
+            running, counters = read_counters(text)
+        except (ValueError, OverflowError) as error:
+            raise ResumableError(f"{url}/metrics cannot be read: {error}; run the same command again") from None
         if not running and counters == last:
             return counters
         last = counters

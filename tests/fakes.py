@@ -28,6 +28,7 @@ class Call:
     body: dict
     at: float
     number: int  # of its path, from 0
+    headers: dict[str, str] = field(default_factory=dict)  # by lower-case name
 
     @property
     def question(self) -> str:
@@ -176,13 +177,13 @@ class FakeServer:
         try:
             while line := await reader.readline():
                 method, path, _ = line.decode().split()
-                length = 0
+                headers = {}
                 while (header := await reader.readline()) not in (b"\r\n", b""):
                     name, _, value = header.decode().partition(":")
-                    if name.lower() == "content-length":
-                        length = int(value)
+                    headers[name.lower()] = value.strip()
+                length = int(headers.get("content-length", 0))
                 body = json.loads(await reader.readexactly(length)) if length else {}
-                if not await self._answer(Call(path, body, time.monotonic(), 0), reader, writer):
+                if not await self._answer(Call(path, body, time.monotonic(), 0, headers), reader, writer):
                     break
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass

@@ -2,6 +2,7 @@
 
 import asyncio
 import email.utils
+import gzip
 import os
 import resource
 import signal
@@ -253,6 +254,102 @@ def test_timeouts_then_errors_for_all_trip_the_breaker():
     assert any(isinstance(reply, ResumableError) for reply in replies)
     assert not any(isinstance(reply, RowError) for reply in replies)
     assert one.outages == 1
+
+
+COMPRESSED = gzip.compress(b"<html>bad gateway</html>")
+BROKEN_REPLIES = {
+    "gzip": Reply(COMPRESSED, 502, {"content-encoding": "gzip"}),
+    "cut gzip": Reply(COMPRESSED[:12], 502, {"content-encoding": "gzip"}),
+    "no gzip": Reply(b"<html>", 502, {"content-encoding": "gzip"}),
+    "unknown encoding": Reply(b"<html>", 502, {"content-encoding": "rot13"}),
+    "not installed": Reply(b"<html>", 502, {"content-encoding": "br"}),
+    "no text": Reply(b"\xff\xfe\x00", 502, {"content-type": "application/json; charset=klingon"}),
+    "deep": Reply(b"[" * 100_000, 502),
+    "other shape": Reply({"error": [1]}, 502),
+    "retry in year 0": Reply(b"", 503, {"retry-after": "Mon, 01 Jan 0001 00:00:00 +2359"}),
+    "retry never": Reply(b"", 503, {"retry-after": "-inf"}),
+    "length": Reply(b"", 502, {"content-length": "many"}),
+    "long header": Reply(b"", 502, {"x": "y" * 100_000}),
+    "no such place": Reply(b"", 302, {"location": "http://[::1"}),
+    "in circles": Reply(b"", 307, {"location": "/v1/chat/completions"}),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_REPLIES)
+def test_a_compressed_or_malformed_error_reply_is_retried(kind):
+    """Seam H5: whatever a proxy answers while the server is away, the next attempt gets its reply."""
+    script = [BROKEN_REPLIES[kind]] * 11  # a redirect is followed ten times
+    with FakeServer(lambda call: script.pop() if script else None) as server:
+        script[(11 if kind == "in circles" else 2) :] = []
+        [reply], one = ask(server)
+        assert server.calls[0].headers["accept-encoding"] == "identity"
+    assert reply["choices"]
+    assert sum(one.retries.values()) >= 1
+
+
+@pytest.mark.parametrize("kind", BROKEN_REPLIES)
+def test_a_malformed_reply_to_the_health_check_wakes_every_caller_with_an_error(kind):
+    """Seam H5: no call waits for ever for a health check that has ended."""
+
+    class Broken(FakeServer):
+        def _reply(self, call):
+            return BROKEN_REPLIES[kind]
+
+    with Broken() as server:
+        replies, _ = ask(server, count=6, outage_minutes=0.005)
+    assert all(isinstance(reply, ResumableError | RowError) for reply in replies), replies
+
+
+def test_any_error_of_the_wait_for_the_server_is_an_error_of_every_waiting_call(monkeypatch):
+    """Seam H5: also one that was not foreseen."""
+
+    async def unforeseen(*_):
+        raise UnicodeError("not foreseen")
+
+    monkeypatch.setattr(Client, "_answers", unforeseen)
+    with FakeServer(lambda call: Reply(then="reset")) as server:
+        replies, _ = ask(server, count=20)
+    assert {str(reply) for reply in replies} == {"not foreseen"}
+
+
+def test_a_client_that_closes_wakes_the_callers_that_wait_for_its_server():
+    """Seam H5"""
+
+    async def main():
+        settings = Server(kind="external", url="http://127.0.0.1:15202")
+        async with Client(settings, concurrency=8, outage_minutes=60) as one:
+            posts = [asyncio.create_task(one.post(CHAT, BODY, timeout=5)) for _ in range(8)]
+            while one._probe is None:
+                await asyncio.sleep(0)
+        return await asyncio.wait_for(asyncio.gather(*posts, return_exceptions=True), 10)
+
+    replies = asyncio.run(main())
+    assert all(isinstance(reply, ResumableError) for reply in replies), replies
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """What HTTP libraries read from the environment, each of it in the way of a request to this machine."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("default login somebody password secret\n")
+    for name in ("http_proxy", "https_proxy", "all_proxy", "ws_proxy"):
+        monkeypatch.setenv(name, "socks5://127.0.0.1:15203")
+        monkeypatch.setenv(name.upper(), "socks5://127.0.0.1:15203")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSLKEYLOGFILE"):
+        monkeypatch.setenv(name, "/nowhere/certificates")
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:15203")
+    monkeypatch.setenv("OPENAI_API_KEY", "another")
+
+
+def test_no_environment_changes_a_request_to_a_server(hostile):
+    """Seam B01: no proxy (socks too), certificate file, netrc or key of another program."""
+    with FakeServer() as server:
+        [reply], one = ask(server)
+        assert reply["choices"] and not one.retries
+        assert all("authorization" not in call.headers for call in server.calls)
 
 
 def test_a_lone_surrogate_in_a_prompt_can_be_sent():

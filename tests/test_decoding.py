@@ -7,6 +7,7 @@ import time
 
 import pytest
 from aiohttp import web
+from test_client import hostile  # noqa: F401 - a fixture
 
 from drafter import config, decoding
 from drafter.decoding import Counters, Decoded, Reply
@@ -112,6 +113,12 @@ class Engine:
             return web.json_response({"error": {"message": "no"}}, status=status)
         self.now += 1
         self.peak = max(self.peak, self.now)
+        try:
+            return await self._stream(request)
+        finally:
+            self.now -= 1
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await self._send(response, {"choices": [{"delta": {"role": "assistant"}}], "prompt_token_ids": [1, 2, 9]})
@@ -123,7 +130,6 @@ class Engine:
             choice = {"delta": {}, "token_ids": [7] * size, "finish_reason": "stop" if last else None}
             await self._send(response, {"choices": [choice]})
         await response.write(b"data: [DONE]\n\n")
-        self.now -= 1
         return response
 
     async def _send(self, response: web.StreamResponse, event: dict) -> None:
@@ -213,3 +219,53 @@ def test_whether_a_reply_begins_inside_reasoning_is_read_from_the_prompts_last_t
     assert decode(Engine([1, 2]), ["a"], think_end=5).replies[0].thinks is True
     assert decode(Engine([1, 2]), ["a"], think_end=9).replies[0].thinks is False
     assert decode(Engine([1, 2]), ["a"], think_end=None).replies[0].thinks is False
+
+
+def test_no_environment_stands_between_us_and_the_engine(hostile):  # noqa: F811
+    """Seam B01"""
+    assert decode(Engine([1, 2]), ["a"]).replies[0].chunks == [1, 2]
+
+
+BROKEN_LINES = {
+    "cut": b'data: {"choices": [{"token_',
+    "too long": b"data: {" + b"x" * (3 << 20),
+    "deep": b'data: {"choices": ' + b"[" * 100_000,
+    "no choices": b'data: {"id": 1}',
+    "a text": b'data: {"choices": "x"}',
+    "null": b'data: {"choices": [null]}',
+    "ids as text": b'data: {"choices": [{"token_ids": "abc"}]}',
+    "fractions": b'data: {"choices": [{"token_ids": [1.5]}]}',
+    "a number": b'data: {"choices": [{"token_ids": 5}]}',
+    "prompt of null": b'data: {"choices": [], "prompt_token_ids": [null]}',
+    "an error": b'data: {"error": {"message": "EngineDeadError"}}',
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_LINES)
+def test_a_broken_line_of_a_stream_ends_the_unit_resumably(kind):
+    """Seam L6"""
+
+    class Broken(Engine):
+        async def _send(self, response, event):
+            await response.write(BROKEN_LINES[kind] + b"\n\n")
+
+    with pytest.raises(ResumableError, match="run the same command again"):
+        decode(Broken([1, 2]), ["a"])
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "many"])
+def test_counters_that_are_no_numbers_end_the_unit_resumably(value):
+    """Seam L6"""
+
+    class Broken(Engine):
+        async def metrics(self, _request):
+            return web.Response(text=f'vllm:spec_decode_num_drafts_total{{e="0"}} {value}\n')
+
+    with pytest.raises(ResumableError, match="/metrics cannot be read"):
+        decode(Broken([1, 2]), ["a"])
+
+
+def test_counters_of_another_engine_are_not_subtracted():
+    """Seam L6: the server was replaced between two looks."""
+    with pytest.raises(ResumableError, match="its server was replaced"):
+        Counters(1, 1, 1, [1]).since(Counters(1, 1, 1, [1, 2]))
