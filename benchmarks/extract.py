@@ -203,7 +203,7 @@ def write_rows(run_config: config.Config, rows: list[list[int]]) -> None:
             row = contracts.Row(
                 row_id=name, conv_id=name, source="bench", turn=0, input_ids=ids, supervised=[[1, len(ids)]],
                 think_end=None, reasoning=None, content="", finish_reason="stop",
-                sampling={}, usage={}, model="bench",
+                sampling={}, usage={"prompt_tokens": 1, "completion_tokens": len(ids) - 1}, model="bench",
             )  # fmt: skip
             file.write(json.dumps(row.to_record()) + "\n")
     upstream.counts.total = upstream.counts.done = len(rows)

@@ -13,6 +13,7 @@ from typing import Any
 from drafter import (
     artifacts,
     chat,
+    checked,
     client,
     comparison,
     contracts,
@@ -223,11 +224,8 @@ def is_measured(stage: Stage, unit: Unit) -> bool:
 
 def read_unit(stage: Stage, unit: Unit) -> Decoded:
     """Raises ContractError for a file that is no result."""
-    path = unit_path(stage, unit)
-    try:
-        return Decoded.from_record(json.loads(path.read_text()))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ContractError(f"{path} is broken ({error}); remove it to measure again") from None
+    record = checked.load(unit_path(stage, unit), checked.record_of(Decoded), remedy="remove it to measure again")
+    return Decoded.from_record(record)
 
 
 def plan_smoke(stage: Stage) -> dict:

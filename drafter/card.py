@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, export, native
+from drafter import artifacts, checked, export, native, notes
 from drafter.caveats import caveats, recommendation
 from drafter.comparison import RUN
 from drafter.config import Config
@@ -16,7 +16,7 @@ NAME = "README.md"
 def write(config: Config) -> None:
     """Write the card beside the exported weights, from the manifests of the run as they are now."""
     folder = export.folder(config)
-    exported = read_manifest(config.stage_dir("05_export")) or {"facts": {}, "versions": {}}
+    exported = read_manifest(config.stage_dir("05_export")) or {"facts": {}}
     sections = [
         _head(config),
         _serving(config, folder),
@@ -24,7 +24,7 @@ def write(config: Config) -> None:
         _data(config),
         _recipe(config, exported["facts"]),
         _form(native.read_config(folder)),
-        "## Versions\n\n" + _table(exported["versions"]),
+        "## Versions\n\n" + _table(exported.get("versions", {})),
     ]
     artifacts.write_text(folder / NAME, "\n\n".join(sections) + "\n")
 
@@ -55,7 +55,7 @@ def _acceptance(config: Config) -> str:
     path = config.stage_dir("06_acceptance") / "acceptance.json"
     if not path.exists():
         return "## Acceptance\n\nNot measured yet."
-    report = json.loads(path.read_text())
+    report = checked.load(path, notes.Results, remedy="06_measure_acceptance.py writes it anew once it is removed")
     headline = report["headline"]
     against = f" against `{headline['baseline']}`" if headline["baseline"] else ""
     lines = [

@@ -16,11 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drafter import artifacts, tensor_file
+from drafter import artifacts, checked, tensor_file
 from drafter.errors import ContractError
 
 WEIGHTS, CONFIG, OPTIMIZER, STATE = "drafter.safetensors", "config.json", "optimizer.safetensors", "state.json"
 FILES = (WEIGHTS, CONFIG, OPTIMIZER, STATE)
+REMEDY = "delete its step folder to resume from the step before it"
 NAME = re.compile(r"step-(\d{8})")
 
 
@@ -143,17 +144,11 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise _broken(path, error) from None
-    if not isinstance(found, dict):
-        raise _broken(path, "no object")
-    return found
+    return checked.load(path, dict[str, Any], remedy=REMEDY)
 
 
 def _broken(path: Path, why: object) -> ContractError:
-    return ContractError(f"{path} is broken ({why}); without its folder the step before it is the last one")
+    return ContractError(f"{path} is broken ({why}); {REMEDY}")
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:

@@ -3,10 +3,15 @@
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from drafter import artifacts, checked
 from drafter.errors import ContractError
 
 SCHEMA = 1  # of rows, hidden-state files and the index; part of every fingerprint
@@ -32,6 +37,19 @@ REJECT_REASONS = (
     "bad_states",  # hidden states failed a check
     "no_states",  # a reply whose file never came
 )
+
+
+Identity = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{2,64}$")]  # part of a file's name
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
+
+
+@checked.OPEN
+class Usage(TypedDict):
+    """Tokens as the server counted them; of a replayed row, before its first answer and of its answers."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
 
 
 def content_id(value: Any) -> str:
@@ -69,20 +87,28 @@ class Row:
     Text (`reasoning`, `content`) is for people only.
     """
 
-    row_id: str
+    row_id: Identity
     conv_id: str
     source: str
-    turn: int
+    turn: Count
     input_ids: list[int]
-    supervised: list[list[int]]
-    think_end: int | None
+    supervised: list[Span]
+    think_end: Count | None
     reasoning: str | None
     content: str | None
-    finish_reason: str
-    sampling: dict
-    usage: dict
+    finish_reason: Literal[FINISH_REASONS]
+    sampling: dict[str, Any]
+    usage: Usage
     model: str
     flags: list[str] = field(default_factory=list)  # e.g. special_in_text, cut_in_reasoning
+
+    @property
+    def identity(self) -> bytes:
+        """`row_id` in 16 bytes. Raises ContractError when it is no content id."""
+        try:
+            return bytes.fromhex(self.row_id)
+        except ValueError:
+            raise ContractError(f"row {self.row_id}: row_id must be 32 hexadecimal digits") from None
 
     def to_record(self) -> dict:
         return shallow(self)
@@ -90,33 +116,54 @@ class Row:
     @classmethod
     def from_record(cls, record: dict) -> "Row":
         """Raises ContractError when the record is not a valid row."""
-        names = {f.name for f in fields(cls)}
-        if set(record) != names:
-            odd = sorted(set(record) ^ names)
-            raise ContractError(f"row {record.get('row_id', '?')}: missing or unknown fields {odd}")
-        row = cls(**record)
-        row.check()
+        row = _made(cls, record)
+        if problem := wrong_places(row.supervised, row.think_end, len(row.input_ids)) or row._miscounted():
+            raise ContractError(f"row {row.row_id}: {problem}")
         return row
 
-    def check(self) -> None:
-        """Raises ContractError when spans, ids or positions contradict each other."""
-        problem = wrong_places(self.supervised, self.think_end, len(self.input_ids))
-        if not self.supervised:
-            problem = "no supervised span"
-        elif self.finish_reason not in FINISH_REASONS:
-            problem = f"finish_reason {self.finish_reason!r}"
-        if problem:
-            raise ContractError(f"row {self.row_id}: {problem}")
+    def _miscounted(self) -> str | None:
+        """What the spans contradict in `usage`."""
+        prompt, written = self.usage["prompt_tokens"], self.usage["completion_tokens"]
+        spans, length = self.supervised, len(self.input_ids)
+        if self.finish_reason == "replay":
+            agree = [prompt, written] == [spans[0][0], sum(end - start for start, end in spans)]
+        else:
+            agree = spans == [[prompt, prompt + written]] and length == prompt + written
+        counts = f"{prompt} tokens of the prompt and {written} written ones"
+        return None if agree else f"usage counts {counts}, but supervised is {spans} of {length} input_ids"
+
+
+def read_rows(path: Path, journal: bool = False) -> Iterator[tuple[int, Row]]:
+    """(offset of its line, row) for each row of a shard, or of a `journal`. Raises ContractError on a broken one."""
+    for number, (offset, record) in enumerate(artifacts.read_placed(path, journal=journal), 1):
+        try:
+            row = Row.from_record(record)
+        except ContractError as error:
+            raise ContractError(f"{path}: record {number}: {error}") from None
+        yield offset, row
+
+
+def _made(cls: type, record: dict) -> Any:
+    try:
+        return cls(**checked.check(checked.record_of(cls), record))
+    except ContractError as error:
+        name = record.get("row_id")
+        raise ContractError(f"row {name}: {error}" if isinstance(name, str) else str(error)) from None
 
 
 def wrong_places(supervised: list[list[int]], think_end: int | None, length: int) -> str | None:
     """What contradicts itself in the spans and positions of a row of `length` tokens."""
-    if any(not 0 <= start < end <= length for start, end in supervised):
-        return f"a supervised span outside 0..{length}"
+    if not supervised:
+        return "no supervised span"
+    if any(not 0 < start < end <= length for start, end in supervised):
+        return f"a supervised span outside 0..{length}, or without a token before it"
     if any(a[1] > b[0] for a, b in zip(supervised, supervised[1:], strict=False)):
         return "supervised spans overlap or are out of order"
     if think_end is not None and not 0 <= think_end < length:
         return f"think_end {think_end} outside 0..{length}"
+    # An answer without reasoning begins right after a </think> of the prompt.
+    if think_end is not None and not any(start - 1 <= think_end < end for start, end in supervised):
+        return f"think_end {think_end} is neither in a supervised span nor right before one"
     return None
 
 
@@ -129,14 +176,14 @@ def cut(spans: list[list[int]], length: int) -> list[list[int]]:
 class IndexEntry:
     """One published hidden-state file, with what training needs of its row."""
 
-    row_id: str
+    row_id: Identity
     conv_id: str
     source: str
-    tokens: int
-    row_tokens: int  # before the cut at max_seq_len
-    supervised: list[list[int]]
-    think_end: int | None
-    bytes: int
+    tokens: Count
+    row_tokens: Count  # before the cut at max_seq_len
+    supervised: list[Span]
+    think_end: Count | None
+    bytes: Count
     digest: str = ""  # of the token ids in the file
 
     def to_record(self) -> dict:
@@ -145,11 +192,10 @@ class IndexEntry:
     @classmethod
     def from_record(cls, record: dict) -> "IndexEntry":
         """Raises ContractError when the record is no entry, or its positions contradict each other."""
-        try:
-            entry = cls(**record)
-            problem = wrong_places(entry.supervised, entry.think_end, entry.tokens)
-        except (TypeError, ValueError) as error:
-            raise ContractError(f"{record.get('row_id')!r} is no entry ({error})") from None
+        entry = _made(cls, record)
+        problem = wrong_places(entry.supervised, entry.think_end, entry.tokens)
+        if entry.tokens > entry.row_tokens:
+            problem = f"{entry.tokens} tokens of a row of {entry.row_tokens}"
         if problem:
             raise ContractError(f"row {entry.row_id}: {problem}")
         return entry

@@ -7,7 +7,7 @@ long as 01b ended by it, else until CONTINUED_SECONDS after it. Another time, or
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from drafter import config, notes
+from drafter import checked, config, notes
 from drafter.arguments import next_time
 from drafter.stage import read_manifest
 
@@ -32,7 +32,7 @@ def resolve(run_config: config.Config, given: str | None, now: datetime) -> Dead
     """The deadline that `given` means for this run at `now` (local time). Raises ConfigError for what is no time."""
     if given is None:
         return None
-    noted = notes.read(run_config.run_dir / "pipeline.json", notes.State).get("deadline")
+    noted = checked.read(run_config.run_dir / "pipeline.json", notes.State).get("deadline")
     if noted and noted["given"] == given:
         ended = ended_at(read_manifest(run_config.stage_dir("01b_synthetic")) or {}) == noted["at"]
         if ended or now.timestamp() < noted["at"] + CONTINUED_SECONDS:

@@ -1,12 +1,18 @@
 """Four errors and their exit codes: the type says who dies and what to do next."""
 
+import re
 import signal
+
+LONGEST_WORD, LONGEST_MESSAGE = 300, 2000  # letters of an error message; what the user gave may be of any length
 
 
 class StageError(Exception):
     """Ends a stage with one line on stderr and `exit_code`."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return shortened(super().__str__())
 
 
 class ConfigError(StageError):
@@ -25,6 +31,19 @@ class ContractError(StageError):
     """Ours, or a broken file, or a blown failure budget."""
 
     exit_code = 1
+
+
+def shortened(text: str) -> str:
+    """A message without the middle of its overlong words, and of itself."""
+    text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _without_middle(word[0], LONGEST_WORD), text)
+    return _without_middle(text, LONGEST_MESSAGE)
+
+
+def _without_middle(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    head, tail = longest * 2 // 3, longest // 6
+    return f"{text[:head]}...({len(text) - head - tail} more letters)...{text[-tail:]}"
 
 
 class RowError(Exception):

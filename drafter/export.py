@@ -93,7 +93,7 @@ def _is_exported(config: Config, facts: dict, step: Path) -> bool:
     """The folder holds what the manifest recorded, of this step."""
     if facts.get("step") != step.name or not all((folder(config) / name).is_file() for name in (WEIGHTS, CONFIG)):
         return False
-    return native.identity(folder(config)) == facts["identity"]
+    return native.identity(folder(config)) == facts.get("identity")
 
 
 def write(

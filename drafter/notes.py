@@ -1,23 +1,15 @@
-"""What a run's own files hold, as far as another program reads them, and the one check of it.
+"""Schemas of a run's JSON files, as far as other programs read them.
 
-A file that somebody edited or copied may be whole JSON and still wrong. What is not listed here may be anything;
-numbers are bounded so that they can be shown as a time, a count or a size.
+Unlisted fields may be anything. Numbers are bounded so that they can be shown as a time, a count or a size.
 """
 
-import contextlib
-from functools import cache
-from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic refuses typing's own before Python 3.12
 
-from drafter import artifacts, config
-from drafter.errors import ContractError
-
-CHECKED = with_config(ConfigDict(strict=True, extra="allow"))
-LISTED = with_config(ConfigDict(strict=True, extra="ignore"))
+from drafter import config
+from drafter.checked import LISTED, OPEN
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Bytes = Annotated[float, Field(ge=0, le=2**63)]
@@ -51,7 +43,7 @@ class Deadline(TypedDict):
     at: Moment
 
 
-@CHECKED
+@OPEN
 class State(Process):
     """pipeline.json"""
 
@@ -78,15 +70,16 @@ class Planned(TypedDict):
     bytes: NotRequired[Bytes]
 
 
-Plan = CHECKED(TypedDict("Plan", dict.fromkeys(config.STAGES, Planned), total=False))  # plan.json
+Plan = OPEN(TypedDict("Plan", dict.fromkeys(config.STAGES, Planned), total=False))  # plan.json
 
 
 class Facts(TypedDict, total=False):
     steps: Count  # of 04
     deadline: Moment  # of 01b, when it ended by it with requests left
+    best: str
 
 
-Manifest = CHECKED(
+Manifest = OPEN(
     TypedDict(
         "Manifest",  # manifest.json of a stage
         {
@@ -112,7 +105,7 @@ class Judged(TypedDict):
     expected_acceptance: Figure
 
 
-@CHECKED
+@OPEN
 class Metric(TypedDict):
     """A line of metrics.jsonl"""
 
@@ -125,7 +118,7 @@ class Metric(TypedDict):
     answer: NotRequired[Judged]
 
 
-@CHECKED
+@OPEN
 class Rejected(TypedDict, total=False):
     """A line of rejected.jsonl"""
 
@@ -133,26 +126,17 @@ class Rejected(TypedDict, total=False):
     reason: str
 
 
-@CHECKED
+@OPEN
 class Indexed(TypedDict):
     """A line of index.jsonl"""
 
     row_tokens: Count
 
 
-class Headline(TypedDict):
-    verdict: str
-    recommended: str | None
-    drafter: str
-    baseline: str | None
-    acceptance_length: Figure
-    low: Figure
-    high: Figure
-    tokens_per_second: Figure
-    speed_up: Figure
-    difference: Figure
-    difference_low: Figure
-    difference_high: Figure
+FIGURES = ("acceptance_length", "low", "high", "tokens_per_second", "speed_up")
+FIGURES += ("difference", "difference_low", "difference_high")
+NAMES = {"verdict": str, "recommended": str | None, "drafter": str, "baseline": str | None}
+Headline = TypedDict("Headline", NAMES | dict.fromkeys(FIGURES, Figure))
 
 
 class Unit(TypedDict):
@@ -193,7 +177,7 @@ class PromptSet(TypedDict):
     ngram_overlap: Overlap | None
 
 
-@CHECKED
+@OPEN
 class Acceptance(TypedDict):
     """acceptance.json"""
 
@@ -205,30 +189,20 @@ class Acceptance(TypedDict):
     greedy_agreement: NotRequired[list[Agreement]]
 
 
-def check(kind: Any, value: Any) -> Any:
-    """The value, once it is of that kind. Raises ContractError saying what is not."""
-    try:
-        return _adapter(kind).validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ContractError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+class Tabled(Measured):
+    """What a table of measurements shows."""
+
+    prompts: Count
+    seconds: Seconds
+    acceptance_length: Figure
+    low: Figure
+    high: Figure
+    tokens_per_second: float
+    speed_up: Figure
 
 
-def read(path: Path, kind: Any) -> dict[str, Any]:
-    """A file that the reader can do without: {} where there is none, or not one of its kind."""
-    with contextlib.suppress(ContractError):
-        if found := artifacts.read_note(path):
-            return check(kind, found)
-    return {}
+@OPEN
+class Results(Acceptance):
+    """acceptance.json as the model card and the plan read it."""
 
-
-def records(path: Path, kind: Any, limit: int | None = None) -> list[dict]:
-    """The records of a JSONL file, at most `limit`; none of one that is not there, or has another kind in it."""
-    try:
-        return [check(kind, record) for record in islice(artifacts.read_jsonl(path, journal=True), limit)]
-    except (OSError, ContractError):
-        return []
-
-
-_adapter = cache(TypeAdapter)
+    measurements: list[Tabled]

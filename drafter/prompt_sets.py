@@ -2,8 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import Annotated, Any
 
-from drafter import artifacts, contracts, prompts, sources
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from drafter import artifacts, checked, contracts, prompts, sources
 from drafter.config import ROOT, Config, Source
 from drafter.errors import ConfigError, RowError
 
@@ -12,7 +16,24 @@ NGRAM = 13  # words; shorter runs are shared by chance
 SAMPLE = ROOT / "configs/prompts_sample.jsonl"
 WORD = re.compile(r"\w+")
 
-PromptSets = dict[str, list[dict]]  # name -> {"conv_id", "source", "messages", "tools"}, ending in a user turn
+
+@checked.OPEN
+class Message(TypedDict):
+    role: str
+    content: str | None
+
+
+@checked.OPEN
+class Prompt(TypedDict):
+    """A line of held_out.jsonl: a conversation that ends in a user turn."""
+
+    conv_id: str
+    source: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Any] | None
+
+
+PromptSets = dict[str, list[Prompt]]
 
 
 def read(config: Config, limit: int | None = None) -> PromptSets:
@@ -24,22 +45,27 @@ def read(config: Config, limit: int | None = None) -> PromptSets:
     if config.acceptance.prompts:
         sets = {source.name: _draw(config, source, count) for source in config.acceptance.prompts}
     else:
-        path = config.stage_dir("01b_synthetic") / prompts.HELD_OUT
+        path = _held_out(config)
         if not path.exists():
             raise ConfigError(
                 f"no held-out prompts at {path}: run 01b_generate_synthetic.py, or set acceptance.prompts"
             )
-        sets = {HELD_OUT: list(artifacts.read_jsonl(path))[:count]}
+        sets = {HELD_OUT: list(checked.lines(path, Prompt, "01b_generate_synthetic.py writes it"))[:count]}
     trained = _trained(config)
     for name, records in sets.items():
         if not records:
-            raise ConfigError(f"acceptance: prompt set {name} is empty")
+            place = "acceptance.prompts" if config.acceptance.prompts else str(_held_out(config))
+            raise ConfigError(f"acceptance: prompt set {name} is empty ({place})")
         if shared := [record["conv_id"] for record in records if record["conv_id"] in trained]:
             raise ConfigError(
                 f"acceptance: {len(shared)} of {len(records)} prompts of {name} are also in the training rows (first "
                 f"conv_id {shared[0]}); measure on prompts that no drafter was trained on"
             )
     return sets
+
+
+def _held_out(config: Config) -> Path:
+    return config.stage_dir("01b_synthetic") / prompts.HELD_OUT
 
 
 def sample(config: Config, count: int) -> list[dict]:
@@ -68,7 +94,7 @@ def _draw(config: Config, source: Source, count: int) -> list[dict]:
 def _trained(config: Config) -> set[str]:
     """Conversations among the training rows; empty when this run has none on this machine."""
     index = config.stage_dir("02_hidden_states") / "index.jsonl"
-    return {entry["conv_id"] for entry in artifacts.read_jsonl(index)} if index.exists() else set()
+    return {entry["conv_id"] for entry in artifacts.read_jsonl(index, "conv_id")} if index.exists() else set()
 
 
 def identity(records: list[dict]) -> str:

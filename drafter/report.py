@@ -10,7 +10,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from drafter import artifacts, charts, config, disk, errors, html, notes, stage
+from drafter import artifacts, charts, checked, config, disk, errors, html, notes, stage
 from drafter.caveats import caveats, length, named, recommendation
 from drafter.errors import ConfigError
 from drafter.found import NOT_ASKED, PROGRESS, Found, seconds_of
@@ -171,7 +171,7 @@ def throughput(found: Found) -> list[str]:
 
 def lengths(found: Found) -> str:
     """Tokens of each row, all of it and what training sees of it."""
-    index = notes.records(found.config.stage_dir("02_hidden_states") / "index.jsonl", notes.Indexed, HISTOGRAM_ROWS)
+    index = checked.records(found.config.stage_dir("02_hidden_states") / "index.jsonl", notes.Indexed, HISTOGRAM_ROWS)
     if not index:
         return ""
     labels, heights = charts.histogram([entry["row_tokens"] for entry in index])
@@ -227,7 +227,7 @@ def rows(found: Found) -> str:
         return ""
     counted: Counter = Counter()
     for name in ("01b_synthetic", "02_hidden_states"):
-        for record in notes.records(found.config.stage_dir(name) / "rejected.jsonl", notes.Rejected):
+        for record in checked.records(found.config.stage_dir(name) / "rejected.jsonl", notes.Rejected):
             counted[name, record.get("source", ""), record.get("reason", "")] += 1
     reasons: dict[str, list[list]] = {"rejected in": [], "not asked in": []}
     for key, count in sorted(counted.items()):

@@ -93,6 +93,20 @@ def find_think_end(prompt_ids: list[int], completion_ids: list[int], think_end: 
     return len(prompt_ids) - 1 if prompt_ids[-1:] == [think_end] else None
 
 
+def check_tokens(row: Row, target: Target) -> None:
+    """Raises ContractError when the target's own token ids are not where the row's positions say they are."""
+    ids, suffix, replayed = row.input_ids, list(target.prompt_suffix), row.finish_reason == "replay"
+    for start, _ in row.supervised:
+        # Behind a `</think>` that the template writes itself, a replayed answer begins one token later.
+        prompts_before = [ids[:end] for end in ((start, start - 1) if replayed else (start,))]
+        if suffix and all(before[-len(suffix) :] != suffix for before in prompts_before):
+            raise ContractError(f"row {row.row_id}: no target.prompt_suffix {suffix} before the answer at {start}")
+    start = row.supervised[0][0]
+    found = find_think_end(ids[:start], [] if replayed else ids[start:], target.think_end)
+    if target.think_end is not None and found != row.think_end:
+        raise ContractError(f"row {row.row_id}: think_end is {row.think_end}, but the token is at {found}")
+
+
 def _texts(message: dict) -> tuple[str | None, str | None]:
     """Reasoning and content in one form, whether the server calls it `reasoning`, `reasoning_content` or
     leaves it in the content."""
@@ -163,7 +177,7 @@ def keep_whole_rows(path: Path) -> None:
         for line in file:
             try:
                 Row.from_record(json.loads(line))
-            except (ValueError, TypeError, AttributeError, ContractError):
+            except (ValueError, RecursionError, TypeError, AttributeError, ContractError):
                 break
             if not line.endswith(b"\n"):
                 break
@@ -188,9 +202,8 @@ def read_rows(folder: Path, limit: int | None = None) -> Iterator[Row]:
     """
     asked = set(Requests(folder / prompts.PROMPTS, limit).ids)
     for path in row_files(folder):
-        for record in artifacts.read_jsonl(path, journal=path.name == JOURNAL):
-            row = Row.from_record(record)
-            if bytes.fromhex(row.row_id) in asked:
+        for _, row in contracts.read_rows(path, path.name == JOURNAL):
+            if row.identity in asked:
                 yield row
 
 
@@ -198,9 +211,8 @@ def answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
     """The content of the wanted rows; None for one that no next turn can be built on."""
     found = {}
     for path in row_files(folder) if wanted else []:
-        for record in artifacts.read_jsonl(path, journal=path.name == JOURNAL):
-            row = Row.from_record(record)
-            if (identity := bytes.fromhex(row.row_id)) in wanted:
+        for _, row in contracts.read_rows(path, path.name == JOURNAL):
+            if (identity := row.identity) in wanted:
                 found[identity] = row.content if may_continue(row) else None
     return found
 

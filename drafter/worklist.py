@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import artifacts, contracts, prompts, states
+from drafter import artifacts, contracts, prompts, rows, states
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError
@@ -69,12 +69,12 @@ def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], li
     asked = prompts.asked_for(config.stage_dir("01b_synthetic"))
     vocabulary = config.target.architecture.vocab_size
     for file in sorted(config.stage_dir("01b_synthetic").glob("shard-*.jsonl")):
-        for offset, record in artifacts.read_placed(file):
+        for offset, row in contracts.read_rows(file):
             if limit is not None and len(items) + len(rejected) >= limit:
                 return items, rejected
-            row = contracts.Row.from_record(record)
             if asked is not None and row.row_id not in asked:
                 continue
+            rows.check_tokens(row, config.target)
             try:
                 items.append(_cut(row, config.target.max_seq_len, vocabulary, file, offset))
             except RowError as error:

@@ -19,7 +19,7 @@ def row(**changes):
         "content": "c",
         "finish_reason": "stop",
         "sampling": {},
-        "usage": {},
+        "usage": {"prompt_tokens": 4, "completion_tokens": 6, "reasoning_tokens": 3},
         "model": "m",
         "flags": [],
     }
@@ -40,11 +40,48 @@ def test_a_row_survives_its_record():
         ({"think_end": 10}, "think_end"),
         ({"finish_reason": "abort"}, "finish_reason"),
         ({"surprise": 1}, "surprise"),
+        ({"supervised": [[0, 10]]}, "without a token before it"),
+        ({"supervised": [[5, 10]]}, "usage counts 4 tokens of the prompt and 6 written ones"),
+        ({"supervised": [[4, 9]]}, "usage counts"),
+        ({"supervised": [[4, 6], [7, 10]]}, "usage counts"),
+        ({"usage": {"prompt_tokens": 4}}, "usage.completion_tokens"),
+        ({"think_end": 2}, "neither in a supervised span nor right before one"),
     ],
 )
 def test_a_contradictory_row_is_refused(changes, said):
+    """Seam F3: spans shifted by one, over the whole row, or too short are compared with `usage`."""
     with pytest.raises(ContractError, match=said):
         contracts.Row.from_record(row(**changes))
+
+
+@pytest.mark.parametrize("ids", [list(range(9)), list(range(1, 10)), list(range(12))])
+def test_ids_that_are_not_as_many_as_the_server_counted_are_refused(ids):
+    """Seam F3: a missing end or start token, or ids encoded again from text."""
+    with pytest.raises(ContractError, match="usage counts 4 tokens of the prompt and 6 written ones|outside 0"):
+        contracts.Row.from_record(row(input_ids=ids))
+
+
+def test_a_replayed_row_has_as_many_supervised_tokens_as_it_counts():
+    """Seam F3: the template's own bytes after the last answer are no part of it."""
+    replayed = {"finish_reason": "replay", "think_end": None, "input_ids": list(range(12))}
+    usage = {"prompt_tokens": 4, "completion_tokens": 5, "reasoning_tokens": None}
+    contracts.Row.from_record(row(**replayed, supervised=[[4, 6], [8, 11]], usage=usage))
+    for spans in ([[5, 7], [8, 11]], [[4, 6], [8, 12]], [[4, 6]]):
+        with pytest.raises(ContractError, match="usage counts"):
+            contracts.Row.from_record(row(**replayed, supervised=spans, usage=usage))
+
+
+@pytest.mark.parametrize(("think_end", "fits"), [(2, False), (3, True), (4, True), (9, True), (10, False)])
+def test_think_end_is_in_a_supervised_span_or_right_before_it(think_end, fits):
+    """Seam F10, for rows and index entries: instant mode closes the reasoning with the prompt's last token."""
+    place = {"supervised": [[4, 10]], "think_end": think_end}
+    entry = {"row_id": "ab", "conv_id": "c", "source": "s", "tokens": 10, "row_tokens": 10, "bytes": 1} | place
+    for read, record in ((contracts.Row, row(**place)), (contracts.IndexEntry, entry)):
+        if fits:
+            assert read.from_record(record).think_end == think_end
+        else:
+            with pytest.raises(ContractError, match="think_end"):
+                read.from_record(record)
 
 
 def test_row_id_is_the_request_and_nothing_else():

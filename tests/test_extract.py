@@ -53,7 +53,8 @@ def make_row(name: str, tokens: int, seed: int, prompt: int = 5) -> contracts.Ro
     ids = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
     return contracts.Row(
         row_id=name, conv_id=name, source="test", turn=0, input_ids=ids, supervised=[[prompt, tokens]],
-        think_end=tokens - 2, reasoning=None, content="", finish_reason="stop", sampling={}, usage={}, model="tiny",
+        think_end=tokens - 2, reasoning=None, content="", finish_reason="stop", sampling={},
+        usage={"prompt_tokens": prompt, "completion_tokens": tokens - prompt}, model="tiny",
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, notes, process, report, status
+from drafter import artifacts, checked, config, notes, process, report, status
 from drafter.errors import ContractError
 
 STAGE, HAND = "02_hidden_states", "01b_synthetic"
@@ -158,4 +158,4 @@ def test_a_stage_that_ended_before_it_wrote_a_manifest_keeps_what_the_pipeline_s
 
 def test_what_is_wrong_is_named():
     with pytest.raises(ContractError, match="^rejected.a: Input should be a valid integer$"):
-        notes.check(notes.Manifest, {"rejected": {"a": "b"}})
+        checked.check(notes.Manifest, {"rejected": {"a": "b"}})

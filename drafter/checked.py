@@ -1,0 +1,90 @@
+"""JSON from a file, checked against a type. A refusal is one line that names the field and what is wanted there."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NotRequired, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # pydantic refuses typing's own before Python 3.12
+
+from drafter import artifacts
+from drafter.errors import ContractError, StageError
+
+OPEN = with_config(ConfigDict(strict=True, extra="allow"))  # unlisted fields are kept as they are
+LISTED = with_config(ConfigDict(strict=True, extra="ignore"))  # unlisted fields are left out
+CLOSED = with_config(ConfigDict(strict=True, extra="forbid"))  # unlisted fields are refused
+
+
+def check(kind: Any, value: Any) -> Any:
+    """`value`, if it is of the type `kind`. Raises ContractError (`field: what is wanted`)."""
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ContractError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+
+def load(path: Path, kind: Any, error: type[StageError] = ContractError, remedy: str = "") -> Any:
+    """The JSON file at `path`, of the type `kind`.
+
+    Raises FileNotFoundError, or `error` with the file, the field and the remedy.
+    """
+    try:
+        return check(kind, _parse(path.read_bytes()))
+    except ContractError as why:
+        raise error(f"{path} is broken ({why})" + (f"; {remedy}" if remedy else "")) from None
+
+
+def read(path: Path, kind: Any) -> dict[str, Any]:
+    """A file that the reader can do without: {} if it is missing or not of its kind."""
+    try:
+        return load(path, kind)
+    except (FileNotFoundError, NotADirectoryError, ContractError):
+        return {}
+
+
+def lines(path: Path, kind: Any, remedy: str = "", journal: bool = False) -> Iterator[Any]:
+    """The records of a JSONL file. Raises FileNotFoundError, or ContractError with the file, record and field."""
+    for number, record in enumerate(artifacts.read_jsonl(path, journal=journal), 1):
+        try:
+            yield check(kind, record)
+        except ContractError as why:
+            raise ContractError(f"{path}: record {number}: {why}" + (f"; {remedy}" if remedy else "")) from None
+
+
+def records(path: Path, kind: Any, limit: int | None = None) -> list[dict]:
+    """At most `limit` records of a JSONL file that the reader can do without: [] if it is missing or broken."""
+    try:
+        return list(islice(lines(path, kind, journal=True), limit))
+    except (OSError, ContractError):
+        return []
+
+
+@cache
+def record_of(cls: type) -> Any:
+    """The type of the records that a dataclass is made from; fields with a default may be missing."""
+    hints = {name: _nested(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
+    optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
+    return CLOSED(TypedDict(cls.__name__, {n: NotRequired[t] if n in optional else t for n, t in hints.items()}))
+
+
+def _nested(hint: Any) -> Any:
+    """Records for dataclasses, and for lists of them."""
+    if get_origin(hint) is list:
+        return list[_nested(get_args(hint)[0])]
+    return record_of(hint) if is_dataclass(hint) else hint
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as why:
+        raise ContractError(f"no JSON: {why}" if isinstance(why, ValueError) else "nested too deeply") from None
+
+
+_adapter = cache(TypeAdapter)

@@ -1,0 +1,245 @@
+"""Every file between stages, damaged: its reader takes it, or refuses it in one line that names the file."""
+
+import json
+import random
+from argparse import Namespace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import CPU_CONFIG
+
+from drafter import (
+    acceptance,
+    card,
+    checkpoint,
+    comparison,
+    config,
+    data,
+    export,
+    model_folder,
+    native,
+    prompt_sets,
+    scratch,
+    stage,
+    worklist,
+)
+from drafter.decoding import Decoded
+from drafter.errors import LONGEST_MESSAGE, StageError
+from tests import tiny_models
+from tests.captured import row_id
+from tests.test_contracts import row
+
+DEEP = "@deep@"  # stands for more brackets than a parser takes
+ODD = (None, True, 0, -1, 1.5, 2**70, float("inf"), "", "x", "\udcff", "x" * 100_000, [], [1], ["a"], {})
+ODD += (DEEP,)
+WHOLES = (b"", b"\n", b"\0" * 64, b"[" * 100_000, b"null\n", b"[]\n", b"{}\n", b'"x"\n', b"\xff\xfe\n")
+CASES = 150
+
+
+def damaged(content: bytes, generator: random.Random) -> bytes:
+    """One line of JSON with one thing wrong: a value, a key, an end, a byte."""
+    how = generator.choice(("value", "value", "value", "key", "cut", "byte", "all"))
+    if how == "cut":
+        return content[: generator.randrange(len(content))] + b"\n"
+    if how == "byte":
+        place = generator.randrange(len(content))
+        return content[:place] + bytes([generator.choice((0, 10, 34, 92, 255))]) + content[place + 1 :]
+    if how == "all":
+        return generator.choice(
+            (b"", b"\n", b"\0" * 64, b"[" * 100_000, b"null\n", b"[]\n", b"{}\n", b'"x"\n', b"\xff\xfe\n")
+        )
+    tree = json.loads(content)
+    node, key = generator.choice(list(places(tree)))
+    if how == "key" and isinstance(node, dict):
+        value = node.pop(key)
+        if generator.random() < 0.5:
+            node[generator.choice(("", "extra", "k" * 5000))] = value
+    else:
+        node[key] = generator.choice(ODD)
+    return json.dumps(tree).replace(f'"{DEEP}"', "[" * 9000 + "]" * 9000).encode() + b"\n"
+
+
+def places(tree):
+    for key in tree if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from places(tree[key])
+
+
+class Lab(NamedTuple):
+    config: config.Config
+    folder: Path  # of the run
+    target: Path
+    drafter: Path
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("formats")
+    target = tiny_models.make_tiny_mla(folder / "target")
+    drafter = tiny_models.make_drafter(target, folder / "drafter")
+    layers = list(tiny_models.LAYER_IDS)
+    loaded = config.load(
+        CPU_CONFIG,
+        [f"run.dir={folder}", "run.name=r", f"target.model={target}", f"target.layer_ids={layers}",
+         "target.max_seq_len=64", "target.special_tokens={}", f"train.warm_start={drafter}",
+         "train.draft_vocab_size=null", "train.draft_intermediate_size=null"],
+    )  # fmt: skip
+    return Lab(loaded, folder / "r", target, drafter)
+
+
+def the_row(**changes) -> dict:
+    return row(row_id=row_id(0), **changes)
+
+
+def entry() -> dict:
+    return {
+        "row_id": row_id(0), "conv_id": "c", "source": "s", "tokens": 9, "row_tokens": 12,
+        "supervised": [[3, 6], [7, 9]], "think_end": 4, "bytes": 4096, "digest": "0" * 16,
+    }  # fmt: skip
+
+
+PROMPT = {"conv_id": "c", "source": "s", "messages": [{"role": "user", "content": "Why?"}], "tools": None}
+UNIT = comparison.Unit("run", "held_out", 8, 3, 0.7, "9a")
+REPLY = {
+    "conv_id": "c", "token_ids": [1, 2, 3], "chunks": [1, 2], "finish_reason": "stop", "seconds": 0.5,
+    "first_token_seconds": 0.1, "thinks": False,
+}  # fmt: skip
+DECODED = {
+    "replies": [REPLY], "seconds": 1.0, "refused": {"d": "too long"}, "skipped": 0,
+    "counters": {"drafts": 1, "draft_tokens": 3, "accepted": 1, "accepted_per_position": [1, 0, 0]},
+}  # fmt: skip
+ACCEPTANCE = json.loads(json.dumps(comparison.report([UNIT], {UNIT: Decoded.from_record(DECODED)}, 2, 0)))
+STATE = {"step": 4, "validated": 4, "expected_acceptance": 1.5}
+MANIFEST = {
+    "stage": "04_train", "status": "complete", "in": 3, "out": 3, "rejected": {}, "pending": 0, "seconds": 9.5,
+    "question": {"schema": 1}, "facts": {"step": "step-00000004", "identity": "ab"}, "versions": {"torch": "2"},
+}  # fmt: skip
+
+
+def stage_of(lab: Lab, name: str) -> stage.Stage:
+    return stage.Stage(name, lab.config, Namespace(limit=None, dry_run=False))
+
+
+def step_folder(lab: Lab) -> Path:
+    folder = lab.folder / "04_train/step-00000004"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in checkpoint.FILES:
+        (folder / name).touch()
+    return folder
+
+
+def read_card(lab: Lab, _path: Path) -> None:
+    before = stage.read_manifest(lab.folder / "05_export")
+    if before:
+        export._is_exported(lab.config, before["facts"], Path("step-00000004"))
+
+
+def in_folder(name: str):
+    return lambda lab: lab.folder / name
+
+
+FORMATS = {
+    "row": (in_folder("01b_synthetic/shard-00000.jsonl"), the_row(), lambda lab, _: worklist.read_items(lab.config)),
+    "index": (in_folder("02_hidden_states/index.jsonl"), entry(), lambda lab, path: data.read_index(path.parent)),
+    "held_out": (in_folder("01b_synthetic/held_out.jsonl"), PROMPT, lambda lab, _: prompt_sets.read(lab.config)),
+    "unit": (
+        in_folder("06_acceptance/units/9a.json"), DECODED,
+        lambda lab, _: comparison.report(
+            [UNIT], {UNIT: acceptance.read_unit(stage_of(lab, "06_acceptance"), UNIT)}, 2, 0
+        ),
+    ),
+    "manifest": (
+        in_folder("04_train/manifest.json"), MANIFEST, lambda lab, _: stage_of(lab, "05_export").require("04_train")
+    ),
+    "manifest of 05": (in_folder("05_export/manifest.json"), MANIFEST, read_card),
+    "state": (
+        lambda lab: step_folder(lab) / "state.json", STATE, lambda lab, path: checkpoint.read_state(path.parent)
+    ),
+    "target": (
+        lambda lab: lab.target / "config.json", tiny_models._text_config(),
+        lambda lab, path: (
+            model_folder.read_architecture.cache_clear(),
+            lab.config.check_against_model(),
+            scratch.first_config(lab.config.target, None, None),
+        ),
+    ),
+    "drafter": (
+        lambda lab: lab.drafter / "config.json", None,
+        lambda lab, path: (native.check_settings(lab.config), native.check_folder(path.parent, lab.config.target)),
+    ),
+    "acceptance": (
+        in_folder("06_acceptance/acceptance.json"), ACCEPTANCE, lambda lab, _: card._acceptance(lab.config)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_damaged_file_is_taken_or_refused_in_one_line_that_names_it(name, lab):
+    """Seam L3: twenty damaged or wrongly typed files between stages ended in a traceback and "our bug"."""
+    place, content, read = FORMATS[name]
+    path = place(lab)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_bytes() if path.exists() else None
+    whole = json.dumps(content if content else json.loads(before)).encode() + b"\n"
+    generator, refused = random.Random(name), 0
+    try:
+        path.write_bytes(whole)
+        read(lab, path)  # undamaged it is taken
+        for _ in range(CASES):
+            path.write_bytes(broken := damaged(whole, generator))
+            try:
+                read(lab, path)
+            except StageError as error:
+                message = str(error)
+                refused += 1
+                assert "\n" not in message and len(message) <= LONGEST_MESSAGE, broken[:300]
+                assert path.name in message or path.parent.name in message, (message, broken[:300])
+            except Exception as error:
+                pytest.fail(f"{error!r} from {broken[:500]!r}")
+    finally:
+        path.write_bytes(before) if before is not None else path.unlink()
+        model_folder.read_architecture.cache_clear()
+    assert refused > CASES / 4, "the damage is seen"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("row", {"input_ids": None}, "input_ids: Input should be a valid list"),
+        ("row", {"input_ids": 5}, "input_ids: Input should be a valid list"),
+        ("row", {"input_ids": ["a", "b"]}, "input_ids.0: Input should be a valid integer"),
+        ("row", {"supervised": ["ab"]}, "supervised.0: Input should be a valid list"),
+        ("row", {"supervised": [[4.0, 10.5]]}, "supervised.0.0: Input should be a valid integer"),
+        ("row", {"row_id": 7}, "row_id: Input should be a valid string"),
+        ("row", {"row_id": "../../x"}, "row_id: String should match"),
+        ("index", {"row_id": 7}, "row_id: Input should be a valid string"),
+        ("index", {"tokens": "9"}, "tokens: Input should be a valid integer"),
+        ("index", {"tokens": 20, "row_tokens": 19}, "20 tokens of a row of 19"),
+        ("held_out", {"messages": None}, "messages: Input should be a valid list"),
+        ("held_out", {"messages": [5]}, "messages.0: Input should be a valid dictionary"),
+        ("unit", {"replies": [REPLY | {"chunks": None}]}, "replies.0.chunks: Input should be a valid list"),
+        ("unit", {"counters": 5}, "counters: Input should be a valid dictionary"),
+        ("manifest", {"question": None}, "question"),
+        ("manifest", {"facts": {"steps": "x"}}, "facts.steps: Input should be a valid integer"),
+        ("state", {"step": None}, "step"),
+        ("target", {"num_attention_heads": 0}, "num_attention_heads: Input should be greater than 0"),
+        ("target", {"hidden_size": "64"}, "hidden_size: Input should be a valid integer"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_file_field_and_what_is_wanted(name, changes, said, lab):
+    """Seam L3: one line, exit code 1 for a file of ours and 2 for the user's."""
+    place, content, read = FORMATS[name]
+    path = place(lab)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_bytes() if path.exists() else None
+    try:
+        path.write_text(json.dumps(content | changes) + "\n")
+        with pytest.raises(StageError) as caught:
+            read(lab, path)
+    finally:
+        path.write_bytes(before) if before is not None else path.unlink()
+        model_folder.read_architecture.cache_clear()
+    assert said in str(caught.value) and path.name in str(caught.value)
+    assert caught.value.exit_code == (2 if name == "target" else 1)
