@@ -528,7 +528,7 @@ def part_files(shape: Shape, arguments) -> None:
         synchronize()
         metric("files_three_first_steps_s", time.perf_counter() - started)
         form = tuple(facts_ids), shape.hidden, shape.vocab
-        reader = data.Reader(folder, *form, shape.steps, reasons=False, pin=torch.cuda.is_available())
+        reader = data.Reader(folder, *form, shape.steps, think_end=None, pin=torch.cuda.is_available())
         own, unused = arguments.workers, float("inf")
         turns = [("cold_at_20k", 20_000, own), ("cold", None, own), ("warm", None, own)]
         turns += [

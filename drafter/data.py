@@ -188,7 +188,7 @@ class Reader:
         hidden_size: int,
         vocab_size: int,
         steps: int,
-        reasons: bool,
+        think_end: int | None,
         pin: bool,
     ):
         self.folder = folder
@@ -196,7 +196,7 @@ class Reader:
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.steps = steps
-        self.reasons = reasons  # a row without the end of its reasoning is all reasoning
+        self.think_end = think_end  # token id; a row without it is all reasoning; None: the target does not reason
         self.pin = pin
         self._verified: set[str] = set()  # rows whose bytes were compared with their checksum by this process
 
@@ -231,7 +231,7 @@ class Reader:
 
     def _check(self, row: Example, header: states.Header, dtype: states.Dtype) -> None:
         """One pack has files of one `dtype`."""
-        ids = row_file.token_ids(header, row.entry, self.vocab_size)
+        ids = row_file.token_ids(header, row.entry, self.vocab_size, self.think_end)
         try:
             states.check_header(header, row.entry.row_id, ids, self.layer_ids, self.hidden_size, dtype)
         except RowError as error:
@@ -254,7 +254,7 @@ class Reader:
             parts["depth"].append(depth if counts else np.zeros_like(depth))
             end = row.entry.think_end
             if end is None:
-                end = len(ids) if self.reasons else -1
+                end = -1 if self.think_end is None else len(ids)
             parts["region"].append(np.where(anchors + 2 <= end, REASONING, ANSWER))
             cu_q.append(cu_q[-1] + len(anchors))
             cu_k.append(cu_k[-1] + row.slots)

@@ -31,7 +31,7 @@ def check(drafter: Drafter, config: Config, rows: list[data.Example]) -> dict[st
     captured = tuple(sorted({*aux, *upper, final}))
     architecture = config.target.architecture
     shape = architecture.hidden_size, architecture.vocab_size
-    reader = data.Reader(folder, captured, *shape, drafter.steps, reasons=False, pin=False)
+    reader = data.Reader(folder, captured, *shape, drafter.steps, think_end=None, pin=False)
     device = drafter.fc.weight.device
     losses = {}
     for ids in (aux, upper):

@@ -109,7 +109,7 @@ class Training:
             config.target.architecture.hidden_size,
             config.target.architecture.vocab_size,
             train.ttt_steps,
-            reasons=config.target.think_end is not None,
+            think_end=config.target.think_end,
             pin=self.ranks.device.type == "cuda",
         )
         self.loader = data.Loader(reader, self.ranks.device, train.loader_workers)

@@ -37,7 +37,7 @@ class FirstLoss:
             path = Path(folder, entry.path)
             path.parent.mkdir()
             path.symlink_to(file)
-            pack = data.Reader(Path(folder), *self.form, 1, reasons=False, pin=False).read(rows)
+            pack = data.Reader(Path(folder), *self.form, 1, think_end=None, pin=False).read(rows)
         small = states.compact(pack.states)
         kept = replace(pack, states=small["final"], aux=small["aux"], aux_scale=small["aux_scale"])
         for number, one in enumerate((pack, kept)):

@@ -28,8 +28,11 @@ def read_header(folder: Path, entry: IndexEntry) -> states.Header:
         raise ContractError(f"{error}; {REMEDY}") from None
 
 
-def token_ids(header: states.Header, entry: IndexEntry, vocab_size: int) -> np.ndarray:
-    """The file's token ids [T] int64. Raises ContractError unless they are the index's, all in the vocabulary."""
+def token_ids(header: states.Header, entry: IndexEntry, vocab_size: int, think_end: int | None = None) -> np.ndarray:
+    """The file's token ids [T] int64.
+
+    Raises ContractError unless they are the index's and in the vocabulary, with `think_end` at its position.
+    """
     ids = header.token_ids
     if len(ids) != entry.tokens:
         raise ContractError(f"{entry.path} holds {len(ids)} tokens, the index says {entry.tokens}; {REMEDY}")
@@ -38,6 +41,9 @@ def token_ids(header: states.Header, entry: IndexEntry, vocab_size: int) -> np.n
         raise ContractError(f"{entry.path}: {span} go outside the target's vocabulary; {REMEDY}")
     if entry.digest and states.ids_digest(ids) != entry.digest:
         raise ContractError(f"{entry.path} holds other token ids than the index lists; {REMEDY}")
+    if None not in (think_end, entry.think_end) and ids[entry.think_end] != think_end:
+        found = f"token {ids[entry.think_end]} at think_end {entry.think_end}, not {think_end}"
+        raise ContractError(f"{entry.path} has {found}; remove index.jsonl, and 02 writes it anew")
     return ids
 
 

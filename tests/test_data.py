@@ -177,8 +177,8 @@ def stage(tmp_path):
     return tmp_path, data.examples(entries, 64, 3, contracts.Counts(total=2))
 
 
-def reader(folder, reasons=False):
-    return data.Reader(folder, *captured.FORM, 3, reasons, pin=False)
+def reader(folder, think_end=None):
+    return data.Reader(folder, *captured.FORM, 3, think_end, pin=False)
 
 
 def test_a_pack_holds_what_each_slot_is_asked_with(stage):
@@ -214,8 +214,18 @@ def test_reasoning_ends_at_its_end_token(stage):
     pack = reader(folder).read(by_tokens[:1])
     labels = pack.anchors + 2
     assert pack.region.tolist() == [REASONING if label <= 7 else ANSWER for label in labels]
-    cut_in_reasoning = reader(folder, reasons=True).read(by_tokens[1:])
+    cut_in_reasoning = reader(folder, think_end=captured.VOCAB - 1).read(by_tokens[1:])
     assert set(cut_in_reasoning.region.tolist()) == {REASONING}
+
+
+def test_a_think_end_that_is_not_at_its_token_is_refused(stage):
+    """Seam F10: it split reasoning from answer one token off, from the index on."""
+    folder, rows = stage
+    row = min(rows, key=lambda row: row.entry.tokens)
+    token = int(row_file.read_header(folder, row.entry).token_ids[row.entry.think_end])
+    assert reader(folder, think_end=token).read([row]).region.tolist() == reader(folder).read([row]).region.tolist()
+    with pytest.raises(ContractError, match=f"token {token} at think_end 7, not {token + 1}"):
+        reader(folder, think_end=token + 1).read([row])
 
 
 # From what is served to what is learnt
@@ -325,7 +335,7 @@ def test_files_that_are_not_what_the_index_says_are_refused(tmp_path):
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]])
     rows = data.examples([made], 64, 3, contracts.Counts(total=1))
     with pytest.raises(ContractError, match=r"layer_ids is \[2,4,5,8\], asked for \[2,4,6,8\]"):
-        data.Reader(tmp_path, (2, 4, 6, 8), *captured.FORM[1:], 3, False, False).read(rows)
+        data.Reader(tmp_path, (2, 4, 6, 8), *captured.FORM[1:], 3, None, False).read(rows)
     longer = contracts.IndexEntry(**{**made.to_record(), "tokens": 13})
     rows = data.examples([longer], 64, 3, contracts.Counts(total=1))
     with pytest.raises(ContractError, match="holds 12 tokens, the index says 13"):

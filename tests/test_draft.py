@@ -46,7 +46,7 @@ def read(folder, *specs):
     """Examples and a function from examples to a pack."""
     entries = [captured.write_row(folder, i, tokens, spans) for i, (tokens, spans) in enumerate(specs)]
     rows = data.examples(entries, 64, STEPS, contracts.Counts(total=len(entries)))
-    return rows, data.Reader(folder, *captured.FORM, STEPS, reasons=False, pin=False).read
+    return rows, data.Reader(folder, *captured.FORM, STEPS, think_end=None, pin=False).read
 
 
 def losses_per_step(drafter, pack):

@@ -17,7 +17,7 @@ def test_the_loss_told_beforehand_is_the_one_on_the_compact_file(tmp_path):
         captured.write_row(tmp_path / "fp8", entries.index(entry), 30, [[5, 30]], dtype="fp8")
     losses = told.losses()
     for dtype, loss in losses.items():
-        reader = data.Reader(tmp_path / dtype, *captured.FORM, 1, reasons=False, pin=False)
+        reader = data.Reader(tmp_path / dtype, *captured.FORM, 1, think_end=None, pin=False)
         pack = reader.read(data.examples(entries, 64, 1, contracts.Counts()))
         sums = told.drafter(pack, told.scale)[1].sum(0)[0]
         assert loss == pytest.approx(float(sums[1] / sums[0]), rel=1e-5)
