@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import yaml
-
 from drafter import artifacts, config, stage
 from drafter.errors import ConfigError, StageError
 
@@ -76,7 +74,11 @@ def _judge(run: Path, name: str, run_config: config.Config) -> tuple[bool, str]:
         return False, "small and the result"
     if is_running(run, name):
         return False, "the run is running"
-    if name in _kept(run, name) or name in run_config.run.keep:
+    try:
+        kept = _kept(run, name)
+    except (StageError, OSError):
+        return False, "its config.yaml cannot be read"
+    if name in kept or name in run_config.run.keep:
         return False, "kept by run.keep"
     if (run / name).resolve() in {path.resolve() for path in run_config.run.take.values()}:
         return False, "taken by this config"
@@ -87,10 +89,7 @@ def _judge(run: Path, name: str, run_config: config.Config) -> tuple[bool, str]:
 
 def _kept(run: Path, name: str) -> list[str]:
     """`run.keep` of the config the stage itself was made with."""
-    try:
-        return yaml.safe_load((run / name / "config.yaml").read_text())["run"].get("keep", [])
-    except (OSError, KeyError, TypeError, yaml.YAMLError):
-        return []
+    return (stage.read_resolved(run / name) or {"run": {}})["run"].get("keep", [])
 
 
 def is_running(run: Path, name: str) -> bool:

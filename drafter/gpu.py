@@ -20,6 +20,11 @@ def memory_used() -> dict[int, int]:
     return {int(index): int(used) for index, used in _query("--query-gpu=index,memory.used")}
 
 
+def names() -> list[str]:
+    """The name of each GPU; empty without one, and where nvidia-smi does not answer."""
+    return [row[0] for row in _query("--query-gpu=name")]
+
+
 def _query(what: str) -> list[list[str]]:
     try:
         line = ["nvidia-smi", what, "--format=csv,noheader,nounits"]

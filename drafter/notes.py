@@ -70,6 +70,27 @@ class Planned(TypedDict):
     bytes: NotRequired[Bytes]
 
 
+class Keeping(TypedDict, total=False):
+    keep: list[str]
+
+
+class Target(TypedDict):
+    model: str
+
+
+class Asked(TypedDict):
+    max_tokens: Count
+
+
+@OPEN
+class Resolved(TypedDict):
+    """config.yaml beside a manifest, as other runs read it."""
+
+    run: Keeping
+    target: NotRequired[Target]
+    acceptance: NotRequired[Asked]
+
+
 Plan = OPEN(TypedDict("Plan", dict.fromkeys(config.STAGES, Planned), total=False))  # plan.json
 
 
@@ -189,11 +210,24 @@ class Acceptance(TypedDict):
     greedy_agreement: NotRequired[list[Agreement]]
 
 
-class Tabled(Measured):
-    """What a table of measurements shows."""
+class Load(TypedDict):
+    """How long one measurement took."""
 
+    concurrency: Count
     prompts: Count
     seconds: Seconds
+
+
+@OPEN
+class Loads(TypedDict):
+    """acceptance.json as the plan reads it."""
+
+    measurements: list[Load]
+
+
+class Tabled(Measured, Load):
+    """What a table of measurements shows."""
+
     acceptance_length: Figure
     low: Figure
     high: Figure
@@ -203,6 +237,6 @@ class Tabled(Measured):
 
 @OPEN
 class Results(Acceptance):
-    """acceptance.json as the model card and the plan read it."""
+    """acceptance.json as the model card reads it."""
 
     measurements: list[Tabled]

@@ -28,7 +28,17 @@ from drafter.estimates import (
     sizes,
     whole,
 )
-from drafter.rates import Profile, Range, Rates, default_profile, measured_or, of_profile, profile, profiles
+from drafter.rates import (
+    Profile,
+    Range,
+    Rates,
+    default_profile,
+    measured_or,
+    of_profile,
+    other_machine,
+    profile,
+    profiles,
+)
 
 COUNTS = (5_000, 10_000, 25_000, 50_000)
 LINK_GBIT = 5
@@ -157,7 +167,7 @@ def page(
     ]
     body.append(["whole run", duration(total), "included", "", size(disk(parts))])
     lines = [
-        *_of_an_absent_model(run_config, platform),
+        *_of_another_machine(run_config, platform),
         f"{run_config.run.name}: {answered:,} rows on {platform.title}"
         + (f", of {rows:,} those answered by {deadline:%H:%M}" if answered < rows else "")
         + (f"; {asked - rows:,} of {asked:,} conversations are held out" if asked > rows else ""),
@@ -192,11 +202,13 @@ def page(
     return "\n".join(lines)
 
 
-def _of_an_absent_model(run_config: config.Config, platform: Profile) -> list[str]:
-    if _model_is_here(run_config):
-        return []
-    name, model = platform.model["name"], run_config.target.model
-    return [f"target.model {model} is not here: planned as {name} on {platform.title}", ""]
+def _of_another_machine(run_config: config.Config, platform: Profile) -> list[str]:
+    planned = f"planned as {platform.model['name']} on {platform.title}"
+    if not _model_is_here(run_config):
+        return [f"target.model {run_config.target.model} is not here: {planned}", ""]
+    if here := other_machine(run_config, platform):
+        return [f"unknown machine ({here}, hidden size {run_config.target.architecture.hidden_size}): {planned}", ""]
+    return []
 
 
 def _of_a_deadline(

@@ -2,17 +2,18 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 import yaml
 
-from drafter import artifacts, config, gpu, model_folder, stage
+from drafter import checked, config, gpu, model_folder, notes, stage
 from drafter.errors import ConfigError, StageError
 
 PROFILES = config.ROOT / "configs/profiles"
-LARGE_MODEL = 4096  # hidden size above which the box of the night is meant, not this machine
+LARGE_MODEL = 4096  # hidden size above which profiles of Kimi-K2.5 are nearer than those of SmolLM2
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ class Profile:
     train_tokens_per_s: Range
     usd_per_hour: Range = Range(0, 0, 0)
     prompt_tokens: float = 0
+    gpu: str = ""  # in the name that nvidia-smi shows; without: a CPU
+    gpus: int = 0
+
+    def is_of(self, large: bool, gpus: list[str]) -> bool:
+        """Whether it was measured with a model of this size on a machine with such GPUs."""
+        if large != (self.model["hidden_size"] > LARGE_MODEL):
+            return False
+        return sum(self.gpu in name for name in gpus) >= self.gpus if self.gpu else not gpus
 
 
 def profiles() -> list[str]:
@@ -62,12 +71,9 @@ def profiles() -> list[str]:
 @cache
 def profile(name: str) -> Profile:
     """Raises ConfigError naming the profiles there are."""
-    folder = config.ROOT / "configs/profiles"
-    path = folder / f"{name}.yaml"
-    if not path.exists():
-        raise ConfigError(
-            f"no profile {name}: choose from {', '.join(sorted(p.stem for p in folder.glob('*.yaml')))}"
-        )
+    path = PROFILES / f"{name}.yaml"
+    if name not in profiles():
+        raise ConfigError(f"no profile {name}: choose from {', '.join(profiles())}")
     fields = yaml.safe_load(path.read_text())
     return Profile(**{key: Range(*value) if isinstance(value, list) else value for key, value in fields.items()})
 
@@ -182,7 +188,7 @@ def _prompts_per_second(run_config: config.Config, made: dict) -> float:
     acceptance = run_config.acceptance
     if made["config"]["acceptance"]["max_tokens"] != acceptance.max_tokens:
         return 0
-    report = artifacts.read_note(made["folder"] / "acceptance.json")
+    report = checked.read(made["folder"] / "acceptance.json", notes.Loads)
     like = [each for each in report["measurements"] if each["concurrency"] == acceptance.cells[0].concurrency]
     return sum(each["prompts"] for each in like) / sum(each["seconds"] for each in like)
 
@@ -193,21 +199,37 @@ def _manifests(run_config: config.Config, stage_name: str) -> Iterable[dict]:
     for path in run_config.run.dir.glob(f"*/{stage_name}/manifest.json"):
         try:
             manifest = stage.read_manifest(path.parent)
-            resolved = yaml.safe_load((path.parent / "config.yaml").read_text())
-        except (StageError, OSError, yaml.YAMLError):
+            resolved = stage.read_resolved(path.parent)
+        except (StageError, OSError):
             continue
-        if manifest["status"] == "complete" and resolved["target"]["model"] == str(run_config.target.model):
+        if (
+            manifest
+            and resolved
+            and manifest["status"] == "complete"
+            and resolved.get("target", {}).get("model") == str(run_config.target.model)
+        ):
             found.append((path.stat().st_mtime, manifest | {"folder": path.parent, "config": resolved}))
     return [manifest for _, manifest in sorted(found, key=lambda each: -each[0])]
 
 
 def default_profile(run_config: config.Config) -> str:
-    """The profile of this machine, or of the machine the config is made for."""
+    """The profile of this machine and size of model; where none `is_of` them, the nearest."""
+    large, gpus = _is_large(run_config), gpu.names()
+    nearest = "rtx_pro_6000_x8" if large else "h200_x1" if gpus else "cpu_2cores"
+    return next((name for name in profiles() if profile(name).is_of(large, gpus)), nearest)
+
+
+def other_machine(run_config: config.Config, platform: Profile) -> str | None:
+    """This machine in words, when the profile is of another one or of another size of model."""
+    gpus = gpu.names()
+    if platform.is_of(_is_large(run_config), gpus):
+        return None
+    return ", ".join(f"{count}x {name}" for name, count in Counter(gpus).items()) or "no NVIDIA GPU"
+
+
+def _is_large(run_config: config.Config) -> bool:
     try:
-        hidden = run_config.target.architecture.hidden_size
+        return run_config.target.architecture.hidden_size > LARGE_MODEL
     except ConfigError:
-        # A model that is not on this machine is not this machine's; the default one is made when it is needed.
-        hidden = 0 if run_config.target.model == model_folder.DEFAULT_MODEL else LARGE_MODEL + 1
-    if hidden > LARGE_MODEL:
-        return "rtx_pro_6000_x8"
-    return "h200_x1" if gpu.memory_used() else "cpu_2cores"
+        # The default model is made when it is needed; another one that is not here is planned for the large box.
+        return run_config.target.model != model_folder.DEFAULT_MODEL

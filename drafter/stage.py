@@ -17,7 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, checked, config, contracts, interrupts, notes, process
+import yaml
+
+from drafter import artifacts, checked, config, contracts, interrupts, notes, process, strict_yaml
 from drafter.arguments import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 
@@ -150,6 +152,17 @@ def read_manifest(folder: Path) -> dict | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return {"status": "unknown", "facts": {}, "seconds": 0} | found
+
+
+def read_resolved(folder: Path) -> dict | None:
+    """The config that a stage was made with, or None when there is none. Raises ContractError on a broken file."""
+    path = folder / "config.yaml"
+    try:
+        return checked.check(notes.Resolved, strict_yaml.load(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (yaml.YAMLError, ValueError, RecursionError, ContractError) as error:
+        raise ContractError(f"{path} is broken ({' '.join(str(error).split())})") from None
 
 
 def read_taken(run_config: config.Config, name: config.StageName) -> dict | None:

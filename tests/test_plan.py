@@ -1,6 +1,7 @@
 """The plan reproduces what the box measured, says where a rate comes from, and proposes what fits."""
 
 import json
+import os
 import re
 import signal
 from datetime import datetime
@@ -8,7 +9,7 @@ from datetime import datetime
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, pipeline, plan, rates, trial
+from drafter import artifacts, config, disk, pipeline, plan, rates, trial
 from drafter.errors import ConfigError
 
 BOX, RENTED = "rtx_pro_6000_x8", "b300_x8"
@@ -360,6 +361,50 @@ def test_an_absurd_figure_is_refused_in_one_line(key):
     with pytest.raises(ConfigError, match=f"{key}: Input should be less than or equal to") as error:
         config.load(CPU_CONFIG, [f"{key}={10**20}"])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hidden", "chosen", "said"),
+    [
+        (["NVIDIA RTX PRO 6000 Blackwell Server Edition"] * 8, 7168, "rtx_pro_6000_x8", None),
+        (["NVIDIA B300 SXM6 AC"] * 8, 7168, "b300_x8", None),
+        (["NVIDIA H200"], 576, "h200_x1", None),
+        (["NVIDIA H200"] * 2, 576, "h200_x1", None),
+        (["NVIDIA H200"] * 8, 7168, "rtx_pro_6000_x8", "unknown machine (8x NVIDIA H200, hidden size 7168)"),
+        (["NVIDIA A100-SXM4-40GB"], 576, "h200_x1", "unknown machine (1x NVIDIA A100-SXM4-40GB, hidden size 576)"),
+        ([], 5120, "rtx_pro_6000_x8", "unknown machine (no NVIDIA GPU, hidden size 5120)"),
+        ([], 576, "cpu_2cores", None),
+    ],
+)
+def test_the_profile_is_that_of_the_gpus_or_the_page_says_that_none_is(
+    tmp_path, model, monkeypatch, gpus, hidden, chosen, said
+):
+    """Seam L9: any model wider than 4,096 was planned as 8x RTX PRO 6000, whatever the machine."""
+    (tmp_path / "names").write_text("".join(f"{name}\n" for name in gpus))
+    monkeypatch.setenv("GPU_STATE", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{config.ROOT / 'tests/scripts'}:{os.environ['PATH']}")
+    target = tmp_path / "target"
+    target.mkdir()
+    facts = json.loads((model / "config.json").read_text()) | {"hidden_size": hidden}
+    (target / "config.json").write_text(json.dumps(facts))
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", f"target.model={target}"])
+    assert rates.default_profile(run) == chosen
+    first = plan.page(run, rates.profile(chosen), datetime(2026, 11, 29)).splitlines()[0]
+    assert (first.partition(": planned as ")[0] == said) if said else "unknown machine" not in first
+
+
+@pytest.mark.parametrize("content", ["", "run:", "target: {model: 5}", "[", "- a", "run: {keep: 5}", "\0", "@"])
+def test_a_broken_config_beside_another_runs_manifest_is_passed_over(tmp_path, model, content):
+    """Seam L2: an empty or half config.yaml of any finished run below run.dir ended each --plan in a TypeError."""
+    (folder := tmp_path / "earlier/04_train").mkdir(parents=True)
+    facts = {"status": "complete", "seconds": 33, "facts": {"tokens_per_second": 7}}
+    (folder / "manifest.json").write_text(json.dumps(facts))
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
+    (folder / "config.yaml").write_text(run.dump())
+    assert rates.measured_or(run, rates.profile("cpu_2cores")).train.typical == 7
+    (folder / "config.yaml").write_text(content)
+    assert rates.measured_or(run, rates.profile("cpu_2cores")).sources["train"].startswith("profile")
+    assert [each.why for each in disk.survey(run)] == ["its config.yaml cannot be read"]
 
 
 def test_every_profile_reads_and_an_unknown_one_names_the_others():
