@@ -8,13 +8,13 @@ first row, and on a few rows of every shard, a probe shows that they are the rig
     python 02_extract_hidden_states.py --probe         # only the probe
     python 02_extract_hidden_states.py --verify        # every byte of every file; the index anew; no server needed
     python 02_extract_hidden_states.py --shard 2/3     # host 2 of 3 that share a file system
+    python 02_extract_hidden_states.py --redo          # replace finished files that a new max_seq_len cuts elsewhere
 """
 
 import sys
 
-from drafter import client, extract, server, stage, worklist
+from drafter import client, extract, stage, worklist
 from drafter.config import Config
-from drafter.errors import ConfigError
 from drafter.extraction import Extraction
 
 
@@ -22,6 +22,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = stage.parser(__doc__)
     arguments.add_argument("--probe", action="store_true", help="check the server's states and stop")
     arguments.add_argument("--verify", action="store_true", help="check every published byte and rebuild the index")
+    arguments.add_argument(
+        "--redo",
+        action="store_true",
+        help=f"replace finished files whose token ids a changed setting changes (more than {extract.REDO_ROWS})",
+    )
     arguments.add_argument("--shard", default="1/1", metavar="I/N", help="extract this part of the rows")
     return stage.run("02_hidden_states", body, arguments, argv)
 
@@ -29,41 +34,39 @@ def main(argv: list[str] | None = None) -> int:
 def body(run: stage.Stage) -> dict:
     config, folder = run.config, run.folder
     share = worklist.Share.parse(run.args.shard)
-    if not run.args.dry_run:
-        before = run.require("01b_synthetic")
     items, rejected = worklist.read_items(config, run.args.limit)
-    if not run.args.dry_run and not items and not rejected:
-        raise ConfigError(f"01b_synthetic has no rows yet (its status: {before['status']}); let it finish first")
     done = worklist.present(folder, items)
     todo = [item for item in items if item.row_id in share and item.row_id not in done]
-    plan = worklist.plan(config, todo, folder)
     if run.args.dry_run:
-        return extract.dry_run(run, items, todo, plan)
+        return extract.dry_run(run, items, rejected, todo)
 
+    extract.check_upstream(run, items, rejected)
     with worklist.locked(folder, share):
         if run.args.probe:
             return extract.probe_only(run, items, share)
-        run.begin(extract.QUESTION)
+        run.refuse_another_question()
         if run.args.verify:
+            run.begin(extract.QUESTION)
             return extract.verify(run, items, rejected, share)
+        if todo := worklist.adopt(config, folder, todo, share):
+            extract.check_ready(run, todo)
+        run.begin(extract.QUESTION)
         worklist.sweep(folder, share)
-        todo = worklist.adopt(config, folder, todo, share)
         if not todo:
             stage.say("nothing left to extract: %d rows", len(items))
-            extract.record(run, items, rejected, share)
-            return extract.finish(run, items, share)
-        if "advice" in plan:
-            raise ConfigError(plan["advice"])
-        server.check(config, "extract")
+            return extract.settle(run, items, rejected, share)
         own = sum(item.row_id in share for item in items)
         progress = stage.Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency)
         extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
         try:
             client.run(extraction.run())
-        finally:
+        except BaseException:
             worklist.sweep(folder, share)
-            extract.record(run, items, rejected, share, extraction)
-        return extract.finish(run, items, share)
+            with worklist.merging(folder):
+                extract.record(run, items, rejected, share, extraction)
+            raise
+        worklist.sweep(folder, share)
+        return extract.settle(run, items, rejected, share, extraction)
 
 
 def first_loss(config: Config):

@@ -183,17 +183,18 @@ def cut_torn_tail(path: Path) -> bool:
         return position < end
 
 
-def read_jsonl(path: Path, *needed: str, journal: bool = False) -> Iterator[dict]:
+def read_jsonl(path: Path, *needed: str, journal: bool = False, **kinds: type) -> Iterator[dict]:
     """Records of a JSONL file, split at line feeds alone (U+2028 is text).
 
     In a `journal` a torn last line is no record: its writer was killed, or is still writing. A published file was
     complete when it got its name, so there it is damage.
-    Raises ContractError on a line that is no JSON object, or lacks a key of `needed`.
+    Raises ContractError on a line that is no JSON object, lacks a key of `needed`, or has no value of the type that
+    `kinds` gives for a key.
     """
-    return (record for _offset, record in read_placed(path, *needed, journal=journal))
+    return (record for _offset, record in read_placed(path, *needed, journal=journal, **kinds))
 
 
-def read_placed(path: Path, *needed: str, journal: bool = False) -> Iterator[tuple[int, dict]]:
+def read_placed(path: Path, *needed: str, journal: bool = False, **kinds: type) -> Iterator[tuple[int, dict]]:
     """As `read_jsonl`, each record behind the offset of its line."""
     offset = 0
     with open(path, "rb") as file:
@@ -205,6 +206,9 @@ def read_placed(path: Path, *needed: str, journal: bool = False) -> Iterator[tup
                 record = _parse(line)
                 if not isinstance(record, dict) or not record.keys() >= set(needed):
                     raise ContractError(f"{path}: line {number} is broken")
+                for key, kind in kinds.items():
+                    if type(record.get(key)) is not kind:
+                        raise ContractError(f"{path}: line {number}: {key!r} is not of type {kind.__name__}")
                 yield offset, record
             offset += len(line)
 
@@ -242,14 +246,14 @@ def fingerprint_path(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold `folder` for one process; the kernel drops the lock with the process, so it is never stale.
 
-    Raises ConfigError when another process holds it.
+    Raises ConfigError when another process still holds it after `seconds`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+") as file:
-        if not _flock(file.fileno()):
+        if not _flock(file.fileno(), seconds):
             raise ConfigError(f"another process is working in {folder}; wait for it or stop it")
         yield
 
@@ -308,9 +312,9 @@ def _open_shared(path: Path) -> int:
     return os.open(path, flags)
 
 
-def _flock(file: int) -> bool:
-    """Whether the lock came within LOCK_SECONDS."""
-    patience = time.monotonic() + LOCK_SECONDS
+def _flock(file: int, seconds: float = LOCK_SECONDS) -> bool:
+    """Whether the lock came within `seconds`."""
+    patience = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

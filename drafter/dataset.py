@@ -6,7 +6,7 @@ from pathlib import Path
 from drafter import data
 from drafter.contracts import Counts
 from drafter.errors import ContractError
-from drafter.stage import Stage
+from drafter.stage import Stage, read_manifest, say
 
 VALIDATION_ROWS = 256  # looked at in one validation; more held-out rows than that only cost time
 
@@ -22,10 +22,13 @@ class Dataset:
 
 
 def read_dataset(stage: Stage, world: int) -> Dataset:
-    """Rows, split and plan. Raises ContractError when nothing is left to learn from."""
+    """Rows, split and plan. Raises ContractError when nothing is left to learn from, or 02 counts other rows."""
     config, train = stage.config, stage.config.train
     folder = config.stage_dir("02_hidden_states")
-    entries = sorted(data.read_index(folder), key=lambda entry: entry.row_id)[: stage.args.limit]
+    entries = sorted(data.read_index(folder), key=lambda entry: entry.row_id)
+    if manifest := read_manifest(folder):
+        compare_with_manifest(folder, manifest, len(entries))
+    entries = entries[: stage.args.limit]
     stage.counts = Counts(total=len(entries))
     rows = data.examples(entries, config.target.max_seq_len, train.ttt_steps, stage.counts)
     if not rows:
@@ -41,3 +44,15 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
     packs_per_step = max(1, round((train.tokens_per_step or capacity * world) / capacity))
     order = data.Plan(training, capacity, packs_per_step, train.epochs, config.run.seed, train.max_steps)
     return Dataset(folder, training, validation[:VALIDATION_ROWS], order)
+
+
+def compare_with_manifest(folder: Path, manifest: dict, listed: int) -> None:
+    """Stage 02's index against its manifest. Says what is pending; raises ContractError when they contradict."""
+    status, counted = manifest["status"], manifest.get("out", listed)
+    if counted != listed:
+        raise ContractError(
+            f"{folder}: index.jsonl lists {listed} rows, manifest.json counts {counted} (out; status {status}); run "
+            "02_extract_hidden_states.py, which writes both again"
+        )
+    if pending := manifest.get("pending", 0):
+        say("02_hidden_states is not complete (status %s): %d rows train, %d are pending", status, listed, pending)

@@ -6,61 +6,111 @@ of all journals with the rows, rebuilt at every end.
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from drafter import artifacts, contracts, server, worklist
+from drafter import artifacts, contracts, server, states, worklist
 from drafter.client import run as run_client
 from drafter.contracts import IndexEntry
-from drafter.errors import ConfigError, ContractError, RowError
+from drafter.errors import ConfigError, ContractError, RowError, StageError
 from drafter.extraction import Extraction
 from drafter.stage import Progress, Stage, say
 from drafter.worklist import Item, Rejected, Share
 
+REDO_ROWS = 10  # finished files that are replaced without being asked to
 QUESTION = ("target.model", "target.layer_ids", "extract.dtype")
 
 
-def dry_run(run: Stage, items: list[Item], todo: list[Item], planned: dict) -> dict:
-    """The plan, offline; what is missing or does not fit are findings."""
-    findings = [planned["advice"]] if "advice" in planned else []
+def dry_run(run: Stage, items: list[Item], rejected: list[Rejected], todo: list[Item]) -> dict:
+    """The plan, offline; what is missing or does not fit are findings.
+
+    `refused`: why the stage would end before its first row.
+    """
+    outdated = worklist.outdated(run.config, run.folder, todo)
+    planned = worklist.plan(run.config, todo, run.folder, sum(outdated.values()))
+    refused = redo_refused(run, outdated)
+    findings = [text for text in (planned.get("advice"), refused) if text]
     try:
-        run.require("01b_synthetic")
-    except ConfigError as error:
+        check_upstream(run, items, rejected)
+    except StageError as error:
         findings.append(str(error))
     numbers = {key: planned[key] for key in ("tokens", "bytes", "free", "reserve")}
     # Rejected rows are settled; a run by hand gives them another chance.
-    path = run.folder / "rejected.jsonl"
-    settled = {one["row_id"] for one in artifacts.read_jsonl(path, "row_id")} if path.exists() else set()
+    settled = settled_ids(run.folder)
     return {
         "stage": run.name,
         "dry_run": True,
         "in": len(items),
         "pending": sum(item.row_id not in settled for item in todo),
         **numbers,
+        "redo": len(outdated),
+        **({"refused": refused} if refused else {}),
         "findings": findings,
     }
 
 
+def check_upstream(run: Stage, items: list[Item], rejected: list[Rejected]) -> None:
+    """Raises ConfigError when stage 01b has no rows, ContractError when it has fewer than it counted."""
+    before = run.require("01b_synthetic")
+    if not items and not rejected:
+        raise ConfigError(f"01b_synthetic has no rows yet (its status: {before['status']}); let it finish first")
+    if run.args.limit is None:
+        worklist.compare_with_manifest(before, items, rejected)
+
+
+def redo_refused(run: Stage, outdated: dict[Item, int]) -> str | None:
+    """Why finished files are not replaced without --redo, where there are more than REDO_ROWS."""
+    if run.args.redo or len(outdated) <= REDO_ROWS:
+        return None
+    tokens = sum(item.tokens for item in outdated)
+    return (
+        f"{len(outdated)} finished rows hold other token ids than are asked for now: target.max_seq_len "
+        f"({run.config.target.max_seq_len} now) was another, or 01b generated them again. To extract them again "
+        f"({tokens} tokens), add --redo; to keep them, set what was set before or use another run.name"
+    )
+
+
+def check_ready(run: Stage, todo: list[Item]) -> None:
+    """Everything that may end the stage before its first row. Raises ConfigError or ResumableError."""
+    outdated = worklist.outdated(run.config, run.folder, todo)
+    if refused := redo_refused(run, outdated):
+        raise ConfigError(refused)
+    if advice := worklist.plan(run.config, todo, run.folder, sum(outdated.values())).get("advice"):
+        raise ConfigError(advice)
+    server.check(run.config, "extract")
+    if outdated:
+        say("%d finished rows are extracted again; each keeps its file until the new one is there", len(outdated))
+
+
 def verify(run: Stage, items: list[Item], rejected: list[Rejected], share: Share) -> dict:
-    """Check every published byte and vouch for what is right; the rest is removed, so that the next run redoes it."""
+    """Check every published byte and list what is right; the damaged is removed, so that the next run redoes it."""
     folder = run.folder
     own = [item for item in items if item.row_id in share and (folder / contracts.states_path(item.row_id)).exists()]
 
-    def check(item: Item) -> IndexEntry | None:
+    def check(item: Item) -> IndexEntry | str:
         path = folder / contracts.states_path(item.row_id)
         try:
-            return worklist.check_file(run.config, item, path)
+            try:
+                return worklist.check_file(run.config, item, path)
+            except worklist.Outdated:  # of another max_seq_len, say: no damage, if it is whole
+                states.check_content(path)
+                return "outdated"
         except (RowError, ContractError) as error:
             say("%s is removed: %s", item.row_id, error)
             path.unlink()
-            return None
+            return "removed"
 
     with ThreadPoolExecutor() as threads:
-        right = [entry for entry in threads.map(check, own) if entry is not None]
+        outcomes = list(threads.map(check, own))
+    right = [entry for entry in outcomes if isinstance(entry, IndexEntry)]
     lines = "".join(f"{json.dumps(entry.to_record())}\n" for entry in right)
     artifacts.sync_file_system(folder)
     artifacts.write_text(folder / ".journal" / f"{share}.jsonl", lines)
-    run.facts["verified"] = {"right": len(right), "removed": len(own) - len(right)}
-    record(run, items, rejected, share)
-    return finish(run, items, share)
+    run.facts["verified"] = {
+        "right": len(right),
+        "removed": outcomes.count("removed"),
+        "outdated": outcomes.count("outdated"),
+    }
+    return settle(run, items, rejected, share)
 
 
 def probe_only(run: Stage, items: list[Item], share: Share) -> dict:
@@ -78,6 +128,17 @@ def probe_only(run: Stage, items: list[Item], share: Share) -> dict:
     return {"stage": run.name, "probe": extraction.probes[0]}
 
 
+def settle(
+    run: Stage, items: list[Item], rejected: list[Rejected], share: Share, extraction: Extraction | None = None
+) -> dict:
+    """Index, manifest and summary, joined by one host at a time: a slower host never writes an older view."""
+    with worklist.merging(run.folder):
+        record(run, items, rejected, share, extraction)
+        if run.counts.total and not run.counts.done:
+            raise ContractError("no row has hidden states")
+        return finish(run, items, share)
+
+
 def record(
     run: Stage, items: list[Item], rejected: list[Rejected], share: Share, extraction: Extraction | None = None
 ) -> None:
@@ -92,7 +153,7 @@ def record(
     failed = {
         one["row_id"]: one
         for path in sorted(folder.glob(".rejected/*.jsonl"))
-        for one in artifacts.read_jsonl(path, "row_id", "reason")
+        for one in read_rejected(path)
         if one["row_id"] in asked and one["row_id"] not in found
     }
     out = [*(one.to_record() for one in rejected), *failed.values()]
@@ -107,14 +168,26 @@ def record(
     }
 
 
+def read_rejected(path: Path) -> list[dict]:
+    """Records of rejected rows; none where there is no file. Raises ContractError on a broken one."""
+    if not path.exists():
+        return []
+    found = list(artifacts.read_jsonl(path, row_id=str, reason=str))
+    if odd := {one["reason"] for one in found} - set(contracts.REJECT_REASONS):
+        raise ContractError(f"{path}: {min(odd)[:40]!r} is not a known reason; remove the file, 02 writes it anew")
+    return found
+
+
+def settled_ids(folder: Path) -> set[str]:
+    """Rows that were rejected and have no states; of one that the shards repeat, the first is still extracted."""
+    return {one["row_id"] for one in read_rejected(folder / "rejected.jsonl") if one["reason"] != worklist.DUPLICATE}
+
+
 def finish(run: Stage, items: list[Item], share: Share) -> dict:
     """The summary. Of a share it counts this share's rows as pending; the manifest counts all of them."""
-    if run.counts.total and not run.counts.done:
-        raise ContractError("no row has hidden states")
     summary = run.finish()
     if share.of > 1:
-        done = worklist.present(run.folder, items)
-        rejected = {one["row_id"] for one in artifacts.read_jsonl(run.folder / "rejected.jsonl")}
+        done, rejected = worklist.present(run.folder, items), settled_ids(run.folder)
         left = [i for i in items if i.row_id in share and i.row_id not in done and i.row_id not in rejected]
         summary = summary | {"shard": str(share), "pending": len(left)}
     return summary

@@ -14,6 +14,9 @@ from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError
 from drafter.stage import say
 
+DUPLICATE = "duplicate"  # the reason of a row that the shards repeat
+MERGE_SECONDS = 3600.0  # a merge looks at every file, which takes minutes on a network file system
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
@@ -62,10 +65,11 @@ class Rejected:
 def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], list[Rejected]]:
     """The rows of stage 01b that are still asked for, in order, as they will be extracted, and those that cannot be.
 
-    Raises ContractError on a broken row.
+    Of a row that the shards hold more than once, the first is extracted. Raises ContractError on a broken row.
     """
     items: list[Item] = []
     rejected: list[Rejected] = []
+    places: dict[str, str] = {}
     asked = prompts.asked_for(config.stage_dir("01b_synthetic"))
     vocabulary = config.target.architecture.vocab_size
     for file in sorted(config.stage_dir("01b_synthetic").glob("shard-*.jsonl")):
@@ -76,10 +80,28 @@ def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], li
                 continue
             rows.check_tokens(row, config.target)
             try:
+                if row.row_id in places:
+                    raise RowError(DUPLICATE, f"{file.name} repeats the row; the one in {places[row.row_id]} is used")
+                places[row.row_id] = file.name
                 items.append(_cut(row, config.target.max_seq_len, vocabulary, file, offset))
             except RowError as error:
                 rejected.append(Rejected(row.row_id, error.reason, error.detail))
     return items, rejected
+
+
+def compare_with_manifest(manifest: dict, items: list[Item], rejected: list[Rejected]) -> None:
+    """Stage 01b's rows, all of them, against the count in its manifest. Raises ContractError when some are lost."""
+    if manifest["status"] not in ("complete", "partial") or "out" not in manifest:
+        say("01b_synthetic has not ended (its status: %s); later rows are left to a later run", manifest["status"])
+        return
+    there = len(items) + sum(one.reason != DUPLICATE for one in rejected)
+    if there < manifest["out"]:
+        raise ContractError(
+            f"the shards of 01b_synthetic hold {there} rows, its manifest.json counts {manifest['out']} (out): a "
+            "shard is missing or was cut; run 01b_generate_synthetic.py, which generates the rows that are missing"
+        )
+    if there > manifest["out"]:
+        say("01b_synthetic counts %d rows, its shards hold %d; all of them are used", manifest["out"], there)
 
 
 def _cut(row: contracts.Row, max_seq_len: int, vocabulary: int, file: Path, offset: int) -> Item:
@@ -136,18 +158,39 @@ class Share:
 
 
 def present(folder: Path, items: Iterable[Item]) -> dict[str, IndexEntry]:
-    """Rows whose published file is vouched for by a journal and still has its size."""
-    journals = sorted(folder.glob(".journal/*.jsonl"))
-    vouched = (r for path in journals for r in artifacts.read_jsonl(path, "row_id", "bytes", "digest", journal=True))
-    known = {r["row_id"]: r for r in vouched}
-    sizes = {file.name: file.stat().st_size for file in _files(folder)}
+    """Rows whose published file has the size that a journal lists for these token ids."""
+    listed, sizes = _listed(folder), _sizes(folder)
     found = {}
     for item in items:
-        record = known.get(item.row_id)
-        size = sizes.get(contracts.states_path(item.row_id).name)
-        if record and size == record["bytes"] and record["digest"] == item.digest:
+        path = folder / contracts.states_path(item.row_id)
+        records, size = listed.get(item.row_id, set()), sizes.get(path.name)
+        # Hosts that listed different ids may mean files of equal size.
+        if (size, item.digest) in records and (len(records) == 1 or _holds_ids(path, item)):
             found[item.row_id] = item.entry(size)
     return found
+
+
+def _listed(folder: Path) -> dict[str, set[tuple[int, str]]]:
+    """Size and digest of each row's files: the last that each host's journal lists."""
+    listed: dict[str, set[tuple[int, str]]] = {}
+    for path in sorted(folder.glob(".journal/*.jsonl")):
+        try:
+            records = artifacts.read_jsonl(path, journal=True, row_id=str, bytes=int, digest=str)
+            last = {r["row_id"]: (r["bytes"], r["digest"]) for r in records}
+        except ContractError as error:
+            raise ContractError(
+                f"{error}; remove {path.name}, then the files that it lists are checked instead"
+            ) from None
+        for row_id, record in last.items():
+            listed.setdefault(row_id, set()).add(record)
+    return listed
+
+
+def _holds_ids(path: Path, item: Item) -> bool:
+    try:
+        return states.ids_digest(states.read_header(path).token_ids) == item.digest
+    except (FileNotFoundError, ContractError):
+        return False
 
 
 def _files(folder: Path) -> Iterator[os.DirEntry]:
@@ -156,40 +199,74 @@ def _files(folder: Path) -> Iterator[os.DirEntry]:
             yield from os.scandir(entry.path)
 
 
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the published files, by name."""
+    sizes = {}
+    for file in _files(folder):
+        if file.name.endswith(".safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # another host withdrew it
+                sizes[file.name] = file.stat().st_size
+    return sizes
+
+
+class Outdated(RowError):
+    """A file of the same row and question that holds other token ids: cut elsewhere, or generated again since."""
+
+
+def check_header(config: Config, item: Item, path: Path) -> None:
+    """A file's header against its row. Raises Outdated, RowError, ContractError or FileNotFoundError."""
+    header, target = states.read_header(path), config.target
+    hidden, model = target.architecture.hidden_size, artifacts.fingerprint_path(target.model)
+    question = target.layer_ids, hidden, config.extract.dtype, model
+    try:
+        states.check_header(header, item.row_id, item.input_ids(), *question)
+    except RowError as error:
+        states.check_header(header, item.row_id, header.token_ids, *question)
+        raise Outdated(error.reason, error.detail) from None
+
+
 def check_file(config: Config, item: Item, path: Path) -> IndexEntry:
-    """Every byte of a published file against its row. Raises RowError, ContractError or FileNotFoundError."""
-    _check_answer(config, item, states.read_header(path))
+    """Every byte of a published file against its row. Raises as `check_header` does."""
+    check_header(config, item, path)
     states.check_content(path)
     return item.entry(path.stat().st_size)
 
 
-def _check_answer(config: Config, item: Item, header: states.Header) -> None:
-    target = config.target
-    hidden = target.architecture.hidden_size
-    model = artifacts.fingerprint_path(target.model)
-    states.check_header(header, item.row_id, item.input_ids(), target.layer_ids, hidden, config.extract.dtype, model)
+def adopt(config: Config, folder: Path, todo: list[Item], share: Share) -> list[Item]:
+    """What is left of `todo` once files that no journal lists yet, as a kill leaves them, were checked.
 
-
-def adopt(config: Config, folder: Path, todo: Iterable[Item], share: Share) -> list[Item]:
-    """What is left of `todo` once files that no journal vouches for yet, as a kill leaves them, were checked.
-
-    The right ones are vouched for; the others are removed.
+    The right ones are listed. The others keep their name until the row's new file takes it.
     """
-    left = []
+    left, sizes = [], _sizes(folder)
     with artifacts.Journal(folder / ".journal" / f"{share}.jsonl") as journal:
         for item in todo:
             path = folder / contracts.states_path(item.row_id)
-            try:
-                journal.append(check_file(config, item, path).to_record())
-                continue
-            except FileNotFoundError:
-                pass
-            except (RowError, ContractError) as error:
-                say("%s is redone: %s", item.row_id, error)
-                path.unlink()
+            if path.name in sizes:
+                try:
+                    journal.append(check_file(config, item, path).to_record())
+                    continue
+                except (FileNotFoundError, Outdated):
+                    pass
+                except (RowError, ContractError) as error:
+                    say("%s is extracted again: %s", item.row_id, error)
             left.append(item)
         artifacts.sync_file_system(folder)
     return left
+
+
+def outdated(config: Config, folder: Path, todo: list[Item]) -> dict[Item, int]:
+    """Rows whose file would be replaced by one of other token ids, with its size; by headers alone."""
+    found, sizes = {}, _sizes(folder)
+    for item in todo:
+        path = folder / contracts.states_path(item.row_id)
+        if path.name in sizes:
+            try:
+                check_header(config, item, path)
+            except Outdated:
+                found[item] = sizes[path.name]
+            except (RowError, ContractError, FileNotFoundError):
+                pass
+    return found
 
 
 def sweep(folder: Path, share: Share) -> int:
@@ -208,6 +285,15 @@ def locked(folder: Path, share: Share) -> Iterator[None]:
             if not other.name.endswith(f"of{share.of}"):
                 stack.enter_context(artifacts.locked(other))
         stack.enter_context(artifacts.locked(folder / ".shares" / str(share)))
+        yield
+
+
+@contextlib.contextmanager
+def merging(folder: Path) -> Iterator[None]:
+    """One host at a time joins what all hosts have: the index and the manifest that counts it. Raises ConfigError."""
+    if artifacts.in_use(folder / ".merge"):
+        say("another host is writing the index; this one waits for it")
+    with artifacts.locked(folder / ".merge", MERGE_SECONDS):
         yield
 
 
@@ -230,13 +316,16 @@ def bytes_of(config: Config, item: Item, tokens: int, dtype: states.Dtype) -> in
     return states.file_bytes(tokens, target.architecture.hidden_size, facts)
 
 
-def plan(config: Config, todo: list[Item], folder: Path) -> dict:
-    """What the rest of the stage takes and what there is, in exact bytes; `advice` when it does not fit."""
+def plan(config: Config, todo: list[Item], folder: Path, replaced: int = 0) -> dict:
+    """What the rest of the stage takes and what there is, in exact bytes; `advice` when it does not fit.
+
+    `replaced`: bytes of files that new ones take the place of.
+    """
     dtype = config.extract.dtype
     sizes = [bytes_of(config, item, item.tokens, dtype) for item in todo]
     free, reserve = artifacts.free_bytes(folder), int(config.extract.reserve_gb * 1e9)
     found = {"tokens": sum(item.tokens for item in todo), "bytes": sum(sizes), "free": free, "reserve": reserve}
-    room = free - reserve
+    room = free - reserve + replaced
     if found["bytes"] <= room:
         return found
     fitting, count = 0, 0

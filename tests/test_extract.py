@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,19 @@ import yaml
 
 pytest.importorskip("vllm")
 
-from drafter import artifacts, capture, config, contracts, extraction, probe, stage, state_bytes, states, worklist
+from drafter import (
+    artifacts,
+    capture,
+    config,
+    contracts,
+    extract,
+    extraction,
+    probe,
+    stage,
+    state_bytes,
+    states,
+    worklist,
+)
 from drafter.errors import ContractError
 from tests import tiny_models
 from tests.conftest import free_port
@@ -550,7 +563,7 @@ def test_verify_finds_what_happened_to_published_files_and_the_next_run_redoes_t
     (run.folder / "index.jsonl").unlink()
     code, summary = run.extract(capsys, 1, "--verify")
     assert code == 3 and summary["pending"] == 5 and summary["out"] == 7
-    assert summary["facts"]["verified"] == {"right": 7, "removed": 4}
+    assert summary["facts"]["verified"] == {"right": 7, "removed": 4, "outdated": 0}
     assert [entry["row_id"] for entry in run.index()] == [row.row_id for row in run.rows[3:4] + run.rows[6:]]
     engine.requests.clear()
     assert run.extract(capsys, engine.port)[0] == 0
@@ -565,6 +578,204 @@ def test_the_index_is_a_cache(run, engine, capsys):
     shutil.rmtree(run.folder / ".journal")
     code, _summary = run.extract(capsys, 1)  # files that no journal vouches for are checked, not asked for again
     assert code == 0 and (run.folder / "index.jsonl").read_bytes() == index
+
+
+# Nothing finished is removed before its successor has its name
+
+
+def cut_run(folder: Path, model: Path) -> Run:
+    """A run of 20 rows that a max_seq_len below 64 cuts."""
+    return Run(folder, model, make_rows(20, low=50))
+
+
+def test_states_that_another_length_would_replace_stay_until_they_are_replaced(tmp_path, tiny, capsys):
+    """Seam U1: a typo in max_seq_len took 51 of 64 finished files, with no server up."""
+    run = cut_run(tmp_path, tiny)
+    with Engine(tiny, run.folder) as engine:
+        assert run.extract(capsys, engine.port)[0] == 0
+        finished = run.files()
+        held = [(run.folder / name).read_bytes() for name in ("manifest.json", "index.jsonl", "config.yaml")]
+        shorter = ("--set", "target.max_seq_len=40")
+        for more, why in (
+            ([*shorter], "--redo"),
+            ([*shorter, "--redo", "--set", "extract.reserve_gb=1000000"], "extract.reserve_gb"),
+        ):
+            code, summary = run.extract(capsys, engine.port, *more)
+            assert code == 2 and why in summary["error"] and "Traceback" not in summary["error"]
+            assert run.files() == finished
+        assert run.extract(capsys, 1, *shorter, "--redo")[0] != 0  # no server
+        assert run.files() == finished
+        assert [(run.folder / n).read_bytes() for n in ("manifest.json", "index.jsonl", "config.yaml")] == held
+        code, planned = run.extract(capsys, 1, *shorter, "--dry-run")
+        assert code == 0 and planned["redo"] == 20 and "20 finished rows" in planned["refused"]
+        assert run.extract(capsys, engine.port)[0] == 0 and run.files() == finished  # the typo is taken back
+        engine.plan = lambda body: "500" if len(body["prompt"]) else None
+        engine.sick = True
+        assert run.extract(capsys, engine.port, *shorter, "--redo", "--set", "extract.outage_minutes=0.02")[0] != 0
+        assert run.files() == finished
+        engine.sick, engine.plan = False, lambda _body: None
+        code, summary = run.extract(capsys, engine.port, *shorter, "--redo")
+        assert code == 0 and summary["out"] == 20
+    assert {entry["tokens"] for entry in run.index()} == {40}
+    run.assert_exactly_the_rows()
+
+
+def test_a_shorter_length_fits_a_disk_that_the_longer_states_fill(tmp_path, tiny, capsys, monkeypatch):
+    """Seam U1: files that are replaced give their room."""
+    run = cut_run(tmp_path, tiny)
+    with Engine(tiny, run.folder) as engine:
+        assert run.extract(capsys, engine.port)[0] == 0
+        monkeypatch.setattr(artifacts, "free_bytes", lambda _folder: 10_000)
+        assert run.extract(capsys, engine.port, "--set", "target.max_seq_len=40", "--redo")[0] == 0
+    run.assert_exactly_the_rows()
+
+
+def test_verify_removes_what_is_damaged_and_nothing_that_was_asked_otherwise(tmp_path, tiny, capsys):
+    """Seam U1: --verify with another max_seq_len took every finished file for damage."""
+    run = cut_run(tmp_path, tiny)
+    with Engine(tiny, run.folder) as engine:
+        assert run.extract(capsys, engine.port)[0] == 0
+    finished = run.files()
+    code, summary = run.extract(capsys, 1, "--verify", "--set", "target.max_seq_len=40")
+    assert summary["facts"]["verified"] == {"right": 0, "removed": 0, "outdated": 20}
+    assert run.files() == finished
+    assert run.extract(capsys, 1)[0] == 0 and run.files() == finished
+    run.assert_exactly_the_rows()
+
+
+# Hosts that share the rows
+
+
+def test_cut_rows_are_redone_on_fewer_hosts_than_extracted_them(tmp_path, tiny, capsys):
+    """Seam H3: the journal of a host that no longer takes part won over the one that redid its rows."""
+    run = Run(tmp_path, tiny, [make_row(f"{i:032x}", 100, i) for i in range(6)])
+    with Engine(tiny, run.folder) as engine:
+        for share in ("1/2", "2/2"):
+            assert run.extract(capsys, engine.port, "--shard", share)[0] == 0
+        engine.requests.clear()
+        code, summary = run.extract(capsys, engine.port, "--set", "target.max_seq_len=128")
+        assert (code, summary["out"], summary["pending"]) == (0, 6, 0)
+        assert sum(len(body["prompt"]) for body in engine.requests) == 6
+        engine.requests.clear()
+        assert run.extract(capsys, 1, "--set", "target.max_seq_len=128")[0] == 0
+    assert [entry["tokens"] for entry in run.index()] == [100] * 6
+    run.assert_exactly_the_rows()
+
+
+def test_a_file_of_equal_size_that_another_host_listed_for_other_ids_is_not_taken(run, engine, capsys):
+    """Seam H3: any journal may list the row, but only the ids that the file holds count."""
+    assert run.extract(capsys, engine.port)[0] == 0
+    row = run.rows[0]
+    changed = make_row(row.row_id, len(row.input_ids), seed=999)
+    run.write([changed, *run.rows[1:]])
+    [entry] = [e for e in run.index() if e["row_id"] == row.row_id]
+    other = entry | {"digest": states.ids_digest(changed.input_ids)}
+    (run.folder / ".journal/9of9.jsonl").write_text(json.dumps(other) + "\n")
+    items, _rejected = worklist.read_items(run.config)
+    assert row.row_id not in worklist.present(run.folder, items)
+    assert len(worklist.present(run.folder, items)) == 11
+
+
+def test_a_part_that_another_host_renames_meanwhile_is_no_error(run, engine, capsys, monkeypatch):
+    """Seam K3"""
+    assert run.extract(capsys, engine.port)[0] == 0
+    files, gone = worklist._files, []
+
+    def renamed_meanwhile(folder):
+        for entry in files(folder):
+            if entry.name in ("x.1.part", "withdrawn.safetensors"):
+                os.unlink(entry.path)
+                gone.append(entry.name)
+            yield entry
+
+    for name in ("x.1.part", "withdrawn.safetensors"):
+        (run.folder / run.rows[0].row_id[:2] / name).write_bytes(b"")
+    monkeypatch.setattr(worklist, "_files", renamed_meanwhile)
+    items, _rejected = worklist.read_items(run.config)
+    assert len(worklist.present(run.folder, items)) == 12 and len(gone) == 2
+
+
+def test_a_slower_host_never_writes_an_older_index(run, engine, capsys, monkeypatch):
+    """Seam M2: host 2 ends while host 1, which has looked at the files, is still to write; the index has both."""
+    assert run.extract(capsys, engine.port)[0] == 0
+    finished = run.folder.rename(run.folder.with_name("finished"))
+    items, rejected = worklist.read_items(run.config)
+
+    def end(share: worklist.Share) -> None:
+        """A host's end: its files are there, their journal and the index are not."""
+        own = [item for item in items if item.row_id in share]
+        for item in own:
+            path = contracts.states_path(item.row_id)
+            (run.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(finished / path, run.folder / path)
+        assert worklist.adopt(run.config, run.folder, own, share) == []
+        extract.settle(stage.Stage("02_hidden_states", run.config, None), items, rejected, share)
+
+    def ended():
+        end(worklist.Share(2, 2))
+        over.set()
+
+    over = threading.Event()  # the second host has ended, or waits for the first
+    host_2 = threading.Thread(target=ended)
+    present, sleep = worklist.present, time.sleep
+
+    def slowly(folder, asked):
+        found = present(folder, asked)
+        if threading.current_thread() is not host_2 and not host_2.ident:
+            host_2.start()
+            assert over.wait(60)
+        return found
+
+    def waits(seconds):
+        if threading.current_thread() is host_2:
+            over.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(worklist, "present", slowly)
+    monkeypatch.setattr(time, "sleep", waits)
+    end(worklist.Share(1, 2))
+    host_2.join(60)
+    assert len(run.index()) == 12
+    manifest = json.loads((run.folder / "manifest.json").read_text())
+    assert (manifest["status"], manifest["out"]) == ("complete", 12)
+
+
+# What stage 01b left
+
+
+def test_a_row_that_the_shards_repeat_is_extracted_once_and_counted(run, engine, capsys):
+    """Seam F9: it was pending for ever, exit 3 without a reason."""
+    run.write([*run.rows, run.rows[2], make_row(run.rows[5].row_id, 30, 77)])
+    manifest = run.config.stage_dir("01b_synthetic") / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"out": 14', '"out": 12'))  # 01b counts ids
+    code, planned = run.extract(capsys, engine.port, "--dry-run")
+    assert (code, planned["pending"]) == (0, 12)
+    code, summary = run.extract(capsys, engine.port)
+    assert (code, summary["status"], summary["out"]) == (0, "complete", 12)
+    assert summary["rejected"] == {"duplicate": 2} and summary["in"] == 14
+    told = list(artifacts.read_jsonl(run.folder / "rejected.jsonl"))
+    assert {one["row_id"] for one in told} == {run.rows[2].row_id, run.rows[5].row_id}
+    assert all("shard-00001.jsonl repeats the row; the one in shard-00000.jsonl is used" in o["detail"] for o in told)
+    assert states.read_header(run.folder / contracts.states_path(run.rows[5].row_id)).token_ids.tolist() == (
+        run.rows[5].input_ids
+    )
+    assert run.extract(capsys, 1)[0] == 0
+
+
+def test_rows_that_01b_counted_and_the_shards_lack_are_missed(run, engine, capsys):
+    """Seam L8: neither a torn last line of a published shard nor a lost record was noticed."""
+    shard = run.config.stage_dir("01b_synthetic") / "shard-00001.jsonl"
+    lines = shard.read_bytes().splitlines(keepends=True)
+    shard.write_bytes(b"".join(lines)[:-5])
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 1 and "shard-00001.jsonl: line 6 is broken" in summary["error"]
+    shard.write_bytes(b"".join(lines[:-1]))
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 1 and "hold 11 rows, its manifest.json counts 12" in summary["error"]
+    assert not (run.folder / "manifest.json").exists()
+    code, planned = run.extract(capsys, engine.port, "--dry-run")
+    assert code == 0 and "hold 11 rows" in planned["findings"][-1]
+    assert run.extract(capsys, engine.port, "--limit", "5")[0] == 0  # it does not look at all of them
 
 
 # Within the disk

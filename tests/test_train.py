@@ -653,3 +653,32 @@ def test_another_number_of_ranks_with_another_batch_is_refused_by_name(target, w
     path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=1)
     assert captured.train_on_ranks(1, path) == [0]
     assert captured.train_on_ranks(2, path, "train.epochs=2") == [2, 2]
+
+
+# What stage 02 counted
+
+
+def test_an_index_that_its_manifest_contradicts_is_refused_and_pending_rows_are_said(target, tmp_path, caplog):
+    """Seam M2: 04 by hand trained on whatever the index listed, whatever 02 said of itself."""
+    from drafter import stage
+
+    caplog.set_level("INFO")
+    path = captured.write_run(tmp_path, target, max_steps=1, rows=12)
+    manifest_path = path.parent / "runs/run/02_hidden_states/manifest.json"
+    manifest = json.loads(manifest_path.read_text())
+
+    def counted(status: str, out: int, pending: int) -> tuple[int, dict]:
+        counts = {"status": status, "in": out + pending, "out": out, "rejected": {}, "pending": pending}
+        manifest_path.write_text(json.dumps(manifest | counts))
+        return captured.train(path)
+
+    for status, out in (("complete", 14), ("complete", 10), ("running", 0)):
+        code, summary = counted(status, out, 0)
+        assert code == 1 and "02_extract_hidden_states.py" in summary["error"]
+        assert f"lists 12 rows, manifest.json counts {out} (out; status {status})" in summary["error"]
+        assert not (path.parent / "runs/run/04_train/manifest.json").exists()
+    args = stage.parser("").parse_args(["--dry-run", "--config", str(path)])
+    assert "counts 0 (out" in train.plan(stage.Stage("04_train", config.load(path), args))["findings"][0]
+    code, _summary = counted("partial", 12, 3)
+    assert code == 0 and "not complete (status partial): 12 rows train, 3 are pending" in caplog.text
+    assert counted("complete", 12, 0)[0] == 0
