@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From prompts to a measured drafter.
 #
-#   ./run_pipeline.sh [CONFIG] [--from NN | --only NN] [--limit N] [--deadline HH:MM] [--set SECTION.KEY=VALUE]
+#   ./run_pipeline.sh [CONFIG] [--from NN | --only NN] [--limit N] [--deadline HH:MM] [--redo] [--set SECTION.KEY=VALUE]
 #   ./run_pipeline.sh [CONFIG] --dry-run, --plan [--probe] [--done-by HH:MM], or status
 #
 # First, once for a warm start that was never served here: vLLM serves it untrained (05 --smoke) and must accept from it.

@@ -69,7 +69,7 @@ def read(argv: list[str] | None) -> argparse.Namespace:
         next_time(time_of_day, datetime.now())  # refuse a wrong one before the environment is made
     if (args.probe or args.done_by) and not args.plan:
         raise ConfigError("--probe and --done-by belong to a plan: write --plan before them")
-    part = {"--from": args.first, "--only": args.only, "--limit": args.limit}
+    part = {"--from": args.first, "--only": args.only, "--limit": args.limit, "--redo": args.redo or None}
     given = [flag for flag, value in part.items() if value is not None]
     if args.plan and given:
         raise ConfigError(f"--plan is of the whole run: leave out {given[0]}")
@@ -96,6 +96,9 @@ def parser() -> Parser:
     which.add_argument("--from", dest="first", metavar="NN", help=f"start at this stage ({', '.join(NUMBERS)})")
     which.add_argument("--only", metavar="NN", help="this stage alone")
     result.add_argument("--limit", type=positive, metavar="N", help="at most N rows a stage")
+    result.add_argument(
+        "--redo", action="store_true", help="02 may replace finished hidden states whose token ids a setting changed"
+    )
     result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating; or YYYY-MM-DDTHH:MM")
     instead = result.add_mutually_exclusive_group()
     instead.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")

@@ -57,6 +57,7 @@ class Pipeline:
         self.state: dict = {"run": run_config.run.name, "status": "running", "stage": None, "stages": {}}
         self.state["asked"] = [step.stage for step in steps]
         self.machine = Machine(run_config)
+        self.redo = False  # 02 may replace finished hidden states
         self.begun = False
         self._earlier: dict = {}  # how an earlier call ended, and where
 
@@ -125,8 +126,10 @@ class Pipeline:
         if read_taken(self.config, step.stage):
             return 0
         Stage(step.stage, self.config, None).refuse_another_question()  # also of what is finished
-        left = self.plan(step)["pending"]
-        return left or len(self._unfinished((step,)))
+        planned = self.plan(step)
+        if refused := planned.get("refused"):
+            raise ConfigError(refused)
+        return planned["pending"] or len(self._unfinished((step,)))
 
     def plan(self, step: Step, *verbs: str) -> dict:
         return self.plans((step,), *verbs)[0]
@@ -209,6 +212,8 @@ class Pipeline:
         line = [sys.executable, str(config.ROOT / step.script), *self.config.arguments]
         if self.limit is not None:
             line += ["--limit", str(self.limit)]
+        if self.redo and step.number == "02":
+            line.append("--redo")
         return line
 
     def _launch(self, step: Step) -> list[str]:
@@ -353,6 +358,7 @@ def main(argv: list[str] | None = None) -> int:
         now = datetime.now()
         until = deadline.resolve(run_config, args.deadline, now)
         pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, until)
+        pipeline.redo = args.redo
         if args.plan:
             if args.probe and plan.guesses(run_config):
                 from drafter import trial

@@ -292,6 +292,14 @@ def test_what_a_stages_own_plan_refuses_is_said_before_anything_starts(night):
     assert not (night.run_dir / "servers").exists()
 
 
+def test_finished_states_are_replaced_only_by_a_pipeline_that_may(night):
+    """Seam U1: the refusal comes before a server is started, and --redo reaches stage 02."""
+    code, _, err = night.run("--only", "02", _02_hidden_states="redo")
+    assert code == 2 and "3 finished rows; add --redo" in err and not (night.run_dir / "servers").exists()
+    assert night.run("--only", "02", "--redo", _02_hidden_states="redo")[0] == 0
+    assert night.done() == ["02_hidden_states"]
+
+
 def test_a_stage_that_the_kernel_kills_has_the_shells_exit_code(night):
     assert night.run("--only", "05", _05_export="killed")[0] == 137
     assert night.state()["error"] == "killed by SIGKILL, perhaps for want of memory"
@@ -778,6 +786,7 @@ def test_a_run_that_cannot_begin_says_so_and_leaves_nothing(made, tmp_path, over
     [
         "--probe", "--only 04 --from 05", "--plan --dry-run", "--plan --limit 5", "--done-by 09:00", "status --plan",
         "status --from 04", "--from 02 --deadline 01:00", "--plan --only 04",
+        "--plan --redo", "status --redo",
     ],
 )  # fmt: skip
 def test_arguments_that_contradict_each_other_are_refused(call, monkeypatch, capsys):

@@ -3,7 +3,8 @@
 FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), resumable (exit 3), killed (SIGKILL), server (works until its
 server has been restarted), lost (until its server is being restarted, then fails), outage (exit 3, until its server
 has been restarted), forever (until a signal; then saves a second), knows (its --dry-run refuses the config), ponders
-(its --dry-run takes long), late (ends by its deadline, with a request left).
+(its --dry-run takes long), redo (its plan refuses to replace finished files without --redo), late (ends by its
+deadline, with a request left).
 """
 
 import json
@@ -27,8 +28,9 @@ def body(this: stage.Stage) -> dict:
         this.folder.mkdir(parents=True, exist_ok=True)
         (this.folder / "pondering").touch()
         time.sleep(600)
+    refused = {"refused": "3 finished rows; add --redo"} if fake == "redo" and not this.args.redo else {}
     if this.args.dry_run:
-        return {"stage": this.name, "dry_run": True, "pending": int(not done.exists()), "findings": []}
+        return refused | {"stage": this.name, "dry_run": True, "pending": int(not done.exists()), "findings": []}
     this.begin(["target.served_name"])
     this.counts.total = 1
     role = ROLES.get(this.name)
@@ -76,6 +78,7 @@ def pid(run_config: config.Config, role: str) -> int | None:
 def main(name: str) -> int:
     parser = stage.parser(__doc__)
     parser.add_argument("--deadline", type=arguments.moment)
+    parser.add_argument("--redo", action="store_true")
     return stage.run(name, body, parser, sys.argv[1:])
 
 
