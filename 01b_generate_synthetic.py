@@ -7,13 +7,14 @@ measuring) and the manifest. A rerun goes on where this one stopped.
 
 import sys
 
-from drafter import arguments, artifacts, generate, stage
+from drafter import arguments, artifacts, chat, generate, stage
 
 
 def body(this: stage.Stage) -> dict:
     if this.args.dry_run:
         return generate.plan(this)
     this.config.check_against_model()
+    chat.check_template(this.config)
     with artifacts.locked(this.folder):
         work = generate.prepare(this)
         if work.pending:

@@ -33,7 +33,7 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import chat, client, config, generate, prompts, rows, stage  # noqa: E402
+from drafter import chat, client, config, generate, mix, prompts, rows, stage  # noqa: E402
 
 REPLY = json.dumps(
     {
@@ -169,9 +169,9 @@ class Bench:
             self.prepare_bodies()
 
     def prepare_bodies(self) -> None:
-        prompts.materialise(self.config, self.folder / "mix")
-        with open(self.folder / "mix" / prompts.PROMPTS, "rb") as mix, open(self.requests, "wb") as file:
-            for line in itertools.islice(mix, self.args.count):
+        mix.materialise(self.config, self.folder / "mix")
+        with open(self.folder / "mix" / prompts.PROMPTS, "rb") as asked, open(self.requests, "wb") as file:
+            for line in itertools.islice(asked, self.args.count):
                 file.write(line)
                 self.count += 1
 

@@ -1,11 +1,14 @@
 """What is asked of the server: a chat request's body, its time limit, and the check before the first one."""
 
-from drafter import contracts, prompts, replay, rows
+import json
+
+from drafter import contracts, conversations, replay, rows
 from drafter.client import Client
 from drafter.config import Config, Generate
 from drafter.errors import ConfigError, ResumableError, RowError
 from drafter.prompts import Request
 
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")  # beside the tokenizer's files
 CHAT = "/v1/chat/completions"
 TIMEOUT_SECONDS = 60.0  # beside the time that max_tokens take at the floor rate
 
@@ -28,7 +31,7 @@ def sampling(settings: Generate, row_id: str) -> dict:
 def body(request: Request, history: list[str], config: Config) -> dict:
     """The chat request; `history` holds the model's own earlier answers, in order."""
     answers = iter(history)
-    messages = [m if m != prompts.OWN_ANSWER else m | {"content": next(answers)} for m in request.messages]
+    messages = [m if m != conversations.OWN_ANSWER else m | {"content": next(answers)} for m in request.messages]
     result = {
         "model": config.target.served_name,
         "messages": messages,
@@ -74,6 +77,32 @@ async def preflight(client: Client, config: Config) -> int:
         }.get(error.reason, "correct the server or the config")
         raise ConfigError(f"the first request failed its checks ({error}); {hint}") from None
     return listed[target.served_name].get("max_model_len") or target.architecture.max_position_embeddings
+
+
+def check_template(config: Config) -> None:
+    """A server that is started here needs a chat template: its `chat-template` flag or one in the model folder.
+
+    Raises ConfigError.
+    """
+    folder, server = config.target.model, config.servers.generate
+    own_template = server.flags.keys() & {"chat-template", "tokenizer", "tokenizer-mode"}
+    if server.kind != "command" or own_template or not folder.is_dir() or (folder / "tekken.json").exists():
+        return
+    if any((folder / name).exists() for name in TEMPLATES):
+        return
+    for name in ("tokenizer_config.json", "processor_config.json"):
+        try:
+            if json.loads((folder / name).read_bytes()).get("chat_template"):
+                return
+        except FileNotFoundError:
+            continue
+        except (ValueError, RecursionError, AttributeError):
+            raise ConfigError(f"{folder / name} is no tokenizer's file") from None
+    raise ConfigError(
+        f"target.model: {folder} has no chat template (chat_template.jinja, or chat_template in "
+        "tokenizer_config.json), and without one a server refuses every conversation; name a template with "
+        "servers.generate.args.chat-template, or take the model's instruction-tuned version"
+    )
 
 
 def timeout_of(settings: Generate) -> float:

@@ -28,6 +28,7 @@ STAGES = ("01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acce
 StageName = Literal["01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance"]
 Role = Literal["generate", "extract", "evaluate"]
 Part = Literal["layer", "fc", "norms", "lm_head"]  # of a drafter
+Column = Literal["messages", "prompt", "turns", "input", "system", "answer", "tools"]  # of a prompt record
 
 # Numbers, which true and "5" are none of, within bounds that only a slip of the hand goes beyond.
 Whole = Annotated[int, Field(strict=True)]
@@ -174,7 +175,7 @@ class Servers(Section):
 
 
 class Source(Section):
-    """Where conversations come from: a local file (JSONL, Parquet) or a hub dataset."""
+    """Where conversations come from: a local file or folder (JSON, Parquet, `save_to_disk`), or a hub dataset."""
 
     name: str
     path: Path | None = None
@@ -182,8 +183,10 @@ class Source(Section):
     revision: str | None = None
     split: str = "train"
     count: PositiveInt | None = None  # conversations drawn; default all
-    turns: Literal["first", "last", "all"] | None = None  # default: last for `messages`, first for `conversations`
+    turns: Literal["first", "last", "all"] | None = None  # default: by the schema, docs/data_formats.md
     mode: Literal["regenerate", "replay"] = "regenerate"
+    columns: dict[Column, str] = {}  # what the source calls them, where a name is unusual
+    max_bad_share: Share = 0.1  # of its conversations; more that cannot be used are an error
 
     @model_validator(mode="after")
     def _one_origin(self):

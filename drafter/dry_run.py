@@ -43,7 +43,7 @@ def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
         yield f"  {name:<17} {_work(each, before, lacks_input)}"
         for finding in (text for text, stopped in found.items() if stopped == name):
             yield f"      ! {finding}"
-        for note in (*each.get("broken", ()), *each.get("notes", ())):
+        for note in (*each.get("read", ()), *each.get("broken", ()), *each.get("notes", ())):
             yield f"      {note}"
     if found:
         yield f"{len(found)} to be put right (!) before `run_pipeline.sh` starts anything"

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import artifacts, chat, client, contracts, prompts, replay, rows, server
+from drafter import artifacts, chat, client, contracts, conversations, mix, prompts, replay, rows, server
 from drafter.client import Client
 from drafter.contracts import Row
 from drafter.errors import ConfigError, ContractError, ResumableError, RowError
@@ -39,20 +39,22 @@ DRAIN = 16  # times the concurrency: how many requests at the end are ordered by
 class Work:
     """What is still to do: the requests asked for, minus rows on disk, minus final rejections.
 
-    `mix` holds the materialised prompts, `folder` the rows and rejections of replies.
+    `mixed` holds the materialised prompts, `folder` the rows and rejections of replies; rejections for the reasons
+    in `retried` do not count.
     """
 
-    def __init__(self, mix: Path, folder: Path, limit: int | None = None):
-        self.requests = Requests(mix / prompts.PROMPTS, limit)
+    def __init__(self, mixed: Path, folder: Path, limit: int | None = None, retried: frozenset[str] = frozenset()):
+        self.requests = Requests(mixed / prompts.PROMPTS, limit)
         asked = set(self.requests.ids)
         self.done = rows.done_ids(folder) & asked
         self.rejected = Counter[str]()
-        for table in json.loads((mix / prompts.META).read_text())["sources"].values():
+        for table in json.loads((mixed / prompts.META).read_text())["sources"].values():
             self.rejected.update(table["rejected"])
         settled = set(self.done)
         for record in prompts.read_rejections(folder):
             identity = bytes.fromhex(record["row_id"])
-            if record["at"] == "reply" and identity in asked and identity not in settled:
+            lasts = record["at"] == "reply" and record["reason"] not in retried
+            if lasts and identity in asked and identity not in settled:
                 settled.add(identity)
                 self.rejected[record["reason"]] += 1
         self.pending = [i for i, identity in enumerate(self.requests.ids) if identity not in settled]
@@ -78,7 +80,10 @@ class Generation:
         self.started, self._cpu = time.monotonic(), time.process_time()
         self._ends: list[float] = []  # when each worker found nothing left to do
         self._new = Counter[str]()
+        self._first_failure = ""
         self._mute = 0
+        self._misparsed = Counter[str]()
+        self._ended: set[int] = set()  # requests rejected because an earlier turn gave no answer to build on
         self._lengths: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # source -> tokens, rows
         self._continued: deque[tuple[int, list[str]]] = deque()
         self._pending = work.pending
@@ -162,6 +167,11 @@ class Generation:
         return time.monotonic()
 
     async def _row(self, request: Request, history: list[str]) -> Row:
+        row = await self._made(request, history)
+        rows.check(row, self.config.target)
+        return row
+
+    async def _made(self, request: Request, history: list[str]) -> Row:
         if request.mode != "regenerate":
             return await replay.row(self.client, request, self.config)
         body = chat.body(request, history, self.config)
@@ -186,7 +196,7 @@ class Generation:
             raise RowError("prompt_too_long", f"{len(ids)} tokens, the context has {self.context}")
 
     def _keep(self, index: int, row: Row, history: list[str]) -> None:
-        self._check_reasoning(row)
+        self._check_parsing(row)
         self.store.add(row)
         self.counts.done += 1
         tokens = row.usage["completion_tokens"]
@@ -200,28 +210,38 @@ class Generation:
         else:
             self._end_conversation(self.requests.ids[index])
 
-    def _check_reasoning(self, row: Row) -> None:
-        if self._mute is None or not rows.thinks(self.config.target) or row.finish_reason == "replay":
+    def _check_parsing(self, row: Row) -> None:
+        """Raises ConfigError when the server's reasoning parser is none, or not the model's."""
+        if row.finish_reason == "replay":
             return
-        self._mute = None if row.reasoning else self._mute + 1
-        if self._mute == MUTE_ROWS:
-            raise ConfigError(
-                f"{MUTE_ROWS} rows and no reasoning in any: start the server with --reasoning-parser, "
-                "or set target.think_end and target.prompt_suffix for a model that does not think"
-            )
+        if self._mute is not None and rows.thinks(self.config.target):
+            self._mute = None if row.reasoning else self._mute + 1
+            if self._mute == MUTE_ROWS:
+                raise ConfigError(
+                    f"{MUTE_ROWS} rows and no reasoning in any: start the server with --reasoning-parser, "
+                    "or set target.think_end and target.prompt_suffix for a model that does not think"
+                )
+        self._misparsed.update(set(row.flags) & set(rows.MISPARSED))
+        for flag, count in self._misparsed.items():
+            if count > max(FAILURES_ALLOWED, self.settings.max_failure_share * (self._rows_made + 1)):
+                raise ConfigError(
+                    f"{count} of {self._rows_made + 1} replies {rows.MISPARSED[flag]}: restart the server with the "
+                    "model's own --reasoning-parser (servers.generate.args.reasoning-parser), or without one for a "
+                    "model that does not think; the rows made so far are kept"
+                )
 
     def _reject(self, request: Request, error: RowError) -> None:
         self.counts.reject(error.reason)
         self._new[error.reason] += 1
-        self.rejected.append(
-            prompts.rejection(request.row_id, request.source, error.reason, error.detail, at="reply")
-        )
+        detail = f"{request.place}: {error.detail}" if request.place and error.detail else error.detail
+        self._first_failure = self._first_failure or (detail if error.reason in FAILURES else "")
+        self.rejected.append(prompts.rejection(request.row_id, request.source, error.reason, detail, at="reply"))
         failures = sum(self._new[reason] for reason in FAILURES)
         seen = failures + self._rows_made
         if failures > max(FAILURES_ALLOWED, self.settings.max_failure_share * seen):
             raise ContractError(
-                f"{failures} of {seen} requests failed ({dict(self._new)}), "
-                f"more than generate.max_failure_share allows; see {self.folder / prompts.REJECTED}"
+                f"{failures} of {seen} requests failed ({dict(self._new)}), more than generate.max_failure_share "
+                f"allows, the first: {self._first_failure[: prompts.DETAIL]}; see {self.folder / prompts.REJECTED}"
             )
 
     def _end_conversation(self, identity: bytes) -> None:
@@ -229,8 +249,10 @@ class Generation:
         behind = [identity]
         while behind:
             for index in self.requests.children.get(behind.pop(), ()):
-                behind.append(self.requests.ids[index])
-                self._reject(self.requests[index], RowError("conversation_ended"))
+                if index not in self._ended:
+                    self._ended.add(index)
+                    behind.append(self.requests.ids[index])
+                    self._reject(self.requests[index], RowError("conversation_ended"))
 
     @property
     def _rows_made(self) -> int:
@@ -258,6 +280,7 @@ class Generation:
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
             "retries": dict(self.client.retries),
             "abandoned_requests": self.client.abandoned,
+            "misparsed": dict(self._misparsed),
             "outages": self.client.outages,
             "tail_seconds": round(max(ends) - min(ends), 3),
             "tail_idle_share": round(idle / (self.settings.concurrency * seconds), 4),
@@ -276,9 +299,9 @@ def prepare(stage: Stage) -> Work:
         say("%s ended in the middle of a row, which is asked for again", shard)
     stage.facts |= before.get("facts", {})
     stage.facts.pop("deadline", None)
-    meta = prompts.materialise(stage.config, stage.folder)
-    stage.facts |= {"prompts_sha256": meta["sha256"], "sources": meta["sources"]}
-    for line in broken_lines(stage.folder):
+    meta = mix.materialise(stage.config, stage.folder)
+    stage.facts |= {"prompts_sha256": meta["sha256"], **{key: meta[key] for key in ("sources", "read", "held_out")}}
+    for line in (*read_lines(meta), *broken_lines(stage.folder)):
         say("%s", line)
     if before.get("status") != "complete":
         prompts.forget_rejections(stage.folder, RETRIED)
@@ -345,34 +368,42 @@ def plan(stage: Stage) -> dict:
     """Offline: the mix by source, what is left to do, and what is missing."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported
     findings = []
-    try:
-        stage.config.check_against_model()
-    except ConfigError as error:
-        findings.append(str(error))
+    for check in (stage.config.check_against_model, lambda: chat.check_template(stage.config)):
+        try:
+            check()
+        except ConfigError as error:
+            findings.append(str(error))
     result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
+    unfinished = (read_manifest(stage.folder) or {}).get("status") != "complete"
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            mix = stage.folder if prompts.current(stage.config, stage.folder) else Path(scratch)
-            meta = prompts.materialise(stage.config, mix)
+            mixed = stage.folder if mix.current(stage.config, stage.folder) else Path(scratch)
+            meta = mix.materialise(stage.config, mixed, earlier=stage.folder)
         except ConfigError as error:
             findings.append(str(error))
             return result
         except ResumableError as error:  # only the hub has it, which offline nobody can ask
             return result | {"notes": [str(error)]}
-        broken = broken_lines(mix)
-        work = Work(mix, stage.folder, stage.args.limit)
+        broken = broken_lines(mixed)
+        work = Work(mixed, stage.folder, stage.args.limit, RETRIED if unfinished else frozenset())
     table = meta["sources"]
     for name, entry in table.items():
         say("%s: %d requests of %s", name, entry["requests"], prompts.drawn(entry))
-    for line in broken:
+    result |= {"read": read_lines(meta), "broken": broken}
+    for line in (*result["read"], *broken):
         say("%s", line)
-    result["broken"] = broken
     return result | {"pending": len(work.pending), "requests": len(work.requests), "sources": table}
 
 
-def broken_lines(mix: Path) -> list[str]:
+def read_lines(meta: dict) -> list[str]:
+    """How each source was read, a line each."""
+    return [f"prompts {name}: {how}" for name, how in meta["read"].items()]
+
+
+def broken_lines(mixed: Path) -> list[str]:
     """The first few conversations that cannot be used: whose, where and why, so that a person can mend them."""
-    broken = prompts.unusable(prompts.read_rejections(mix))
+    broken = prompts.unusable(prompts.read_rejections(mixed))
     lines = [f"prompts {record['source']}: rejected: {record['detail']}" for record in broken[:BROKEN_NAMED]]
     more = len(broken) - BROKEN_NAMED
-    return [*lines, f"and {more} more, in {prompts.REJECTED} once 01b runs"] if more > 0 else lines
+    lines += [f"and {more} more, in {prompts.REJECTED} once 01b runs"] if more > 0 else []
+    return [*lines, conversations.WANTED] if lines else []

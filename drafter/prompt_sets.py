@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from drafter import artifacts, checked, contracts, prompts, sources
+from drafter import artifacts, checked, contracts, mix, prompts, sources
 from drafter.config import ROOT, Config, Source
 from drafter.errors import ConfigError, RowError
 
@@ -75,13 +75,13 @@ def sample(config: Config, count: int) -> list[dict]:
 
 def _draw(config: Config, source: Source, count: int) -> list[dict]:
     """`count` prompts of a source, the same for the same seed; each conversation once."""
-    wanted = min(count, source.count or count)
+    source = source.model_copy(update={"count": min(count, source.count or count)})
     drawn: dict[str, dict] = {}
-    for place, record in sources.draw(lambda: sources.read_source(source), wanted, config.run.seed):
+    for place, record in sources.draw(source, config.run.seed):
         try:
             request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
         except RowError as error:
-            raise ConfigError(f"acceptance.prompts {source.name}: {place} is no prompt: {error}") from None
+            raise mix.no_prompt(source, place, error) from None
         drawn[request.conv_id] = {
             "conv_id": request.conv_id,
             "source": source.name,

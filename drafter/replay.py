@@ -8,7 +8,8 @@ from typing import Any
 from drafter.client import Client
 from drafter.config import Config, Target
 from drafter.contracts import Row
-from drafter.errors import RowError
+from drafter.errors import ConfigError, RowError
+from drafter.model_folder import read_added_tokens
 from drafter.prompts import Request
 
 TIMEOUT_SECONDS = 120.0
@@ -82,10 +83,29 @@ async def row(client: Client, request: Request, config: Config) -> Row:
 
 @cache
 def stop_ids(model: Path) -> frozenset[int]:
-    """Token ids that end an answer, from the model folder's generation_config.json and config.json."""
+    """Token ids that end an answer: from generation_config.json, config.json and the tokenizer's eos_token.
+
+    Raises ConfigError for a file that is broken.
+    """
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = model / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    settings = {name: _settings(model / name) for name in ("generation_config.json", "config.json")}
+    settings["text_config"] = settings["config.json"].get("text_config") or {}
+    for each in settings.values():
+        ids = each.get("eos_token_id") if isinstance(each, dict) else None
         found.update(ids if isinstance(ids, list) else [ids] if isinstance(ids, int) else [])
-    return frozenset(found)
+    eos = _settings(model / "tokenizer_config.json").get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    token = read_added_tokens(model).get(text) if isinstance(text, str) else None
+    return frozenset(found if token is None else {*found, token})
+
+
+def _settings(path: Path) -> dict:
+    try:
+        settings = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path} is not JSON") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds no settings")
+    return settings

@@ -7,13 +7,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import artifacts, contracts, prompts
+from drafter import artifacts, contracts, prompts, replay
 from drafter.config import Target
 from drafter.contracts import Row
 from drafter.errors import ContractError, RowError
 from drafter.prompts import Request, Requests
 
 JOURNAL = "journal.jsonl"  # the open shard
+MISPARSED = {  # flag of a row -> what its reply is
+    "all_in_content": "have their reasoning in `content`, though their </think> shows where it ends",
+    "all_in_reasoning": "have their answer in `reasoning`",
+}
+TEXT_TOKENS = 4  # ordinary tokens that must have left some text
 OPENING = re.compile(rb'{"row_id":"([0-9a-f]{32})"')  # of a row's line
 
 
@@ -46,12 +51,15 @@ def read_reply(reply: dict, request: Request, sampling: dict, target: Target) ->
     if finish_reason not in contracts.FINISH_REASONS[:3]:
         raise RowError("bad_reply", f"finish_reason {finish_reason!r}")
     _check_ids(prompt_ids, completion_ids, target)
+    _check_end(choice, completion_ids, sampling.get("max_tokens"), target)
     think_end = find_think_end(prompt_ids, completion_ids, target.think_end)
     flags = []
     if thinks(target) and think_end is None:
         flags.append("cut_in_reasoning" if finish_reason == "length" and not content else "no_think_end")
     if any(mark in text for mark in target.special_tokens for text in (reasoning, content) if text):
         flags.append("special_in_text")
+    if not message.get("tool_calls"):
+        flags += _misparsed(completion_ids, reasoning, content, target)
     return Row(
         row_id=request.row_id,
         conv_id=request.conv_id,
@@ -82,6 +90,46 @@ def _check_ids(prompt_ids: list[int], completion_ids: list[int], target: Target)
     ids = prompt_ids + completion_ids
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         raise RowError("bad_token_ids", f"ids from {min(ids)} to {max(ids)} in a vocabulary of {vocab_size}")
+
+
+def _check_end(choice: dict, ids: list[int], max_tokens: int | None, target: Target) -> None:
+    """How the completion ended must show in its ids."""
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise RowError("token_count_mismatch", f"{len(ids)} tokens, asked for at most {max_tokens}")
+    stops = replay.stop_ids(target.model)
+    if choice["finish_reason"] == "stop" and stops and ids[-1] not in (*stops, choice.get("stop_reason")):
+        ends = f"the last token is {ids[-1]}, not one of {sorted(stops)}"
+        raise RowError("bad_reply", f"finish_reason is stop, but {ends}")
+
+
+def _misparsed(ids: list[int], reasoning: str | None, content: str | None, target: Target) -> list[str]:
+    """The flag of a reply whose text is all on one side of `</think>`, while its ids are on both."""
+    if target.think_end in ids:
+        place = ids.index(target.think_end)
+        thought, said = ids[:place], ids[place + 1 :]
+    else:  # where reasoning ends is not known of a reply that thinks
+        thought, said = [], [] if thinks(target) else ids
+    silent = replay.stop_ids(target.model) | set(target.special_tokens.values())
+    reasoned, answered = (bool((text or "").strip()) for text in (reasoning, content))
+    if answered and not reasoned and sum(token not in silent for token in thought) >= TEXT_TOKENS:
+        return ["all_in_content"]
+    if reasoned and not answered and sum(token not in silent for token in said) >= TEXT_TOKENS:
+        return ["all_in_reasoning"]
+    return []
+
+
+def check(row: Row, target: Target) -> None:
+    """What a row says of itself must agree with the server's counts and the target's `</think>`. Raises RowError."""
+    ids, spans = row.input_ids, row.supervised
+    taught = sum(end - start for start, end in spans)
+    if [spans[0][0], taught] != [row.usage["prompt_tokens"], row.usage["completion_tokens"]]:
+        raise RowError("token_count_mismatch", f"spans {spans[:3]} of {len(ids)} ids, usage says {row.usage}")
+    if row.finish_reason != "replay" and (len(spans) > 1 or spans[0][1] != len(ids)):
+        raise RowError("token_count_mismatch", f"spans {spans[:3]} do not end with the {len(ids)} ids")
+    if row.think_end is not None and ids[row.think_end] != target.think_end:
+        raise RowError("bad_reply", f"think_end is at token {ids[row.think_end]}, not at {target.think_end}")
+    if row.think_end is None and row.finish_reason != "replay" and target.think_end in ids[spans[0][0] :]:
+        raise RowError("bad_reply", "</think> is among the tokens, think_end is null")
 
 
 def find_think_end(prompt_ids: list[int], completion_ids: list[int], think_end: int | None) -> int | None:
@@ -121,7 +169,7 @@ def _texts(message: dict) -> tuple[str | None, str | None]:
 
 def may_continue(row: Row) -> bool:
     """Whether the answer can stand in the history of a next turn."""
-    spoilt = {"special_in_text", "no_think_end"} & set(row.flags)
+    spoilt = {"special_in_text", "no_think_end", *MISPARSED} & set(row.flags)
     return row.finish_reason == "stop" and row.content is not None and not spoilt
 
 

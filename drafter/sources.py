@@ -1,178 +1,172 @@
-"""Where conversations come from: files and the hub, read into one form, some of them drawn by content."""
+"""Prompt sources: files, folders and hub data sets, read record by record, some of them drawn by content."""
 
 import contextlib
 import hashlib
-import json
+import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from drafter import contracts
+from drafter import contracts, record_files
 from drafter.config import Source
-from drafter.errors import ConfigError, ResumableError, RowError
+from drafter.errors import ConfigError, ResumableError, StageError
 
-ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool",
+Placed = tuple[str, Any]  # file and line of a record, for messages, and the record
+
+SUFFIXES = re.compile(r"\.(jsonl|ndjson|json|parquet)(\.(gz|bz2|xz|zst))?$")
+NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")  # train-00000-of-00005.parquet, as the hub names files
+SPLITS = {
+    "train": "train", "training": "train", "test": "test", "testing": "test",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
 }  # fmt: skip
-EXTRAS = ("name", "tool_calls", "tool_call_id")  # of a message, beside role and content
-
-
-class BrokenLine(str):
-    """The text of a line that is not JSON; `why` says what is wrong with it."""
-
-    why: str
-
-
-def read_conversation(record: Any) -> tuple[list[dict], list | None, str]:
-    """Messages in OpenAI form, tools, and the default for `turns`: `first` for the open sets' schema, else `last`.
-
-    Repairs, and nothing else: role spellings, outer white space, blank system prompts left out, assistant turns
-    before the first user turn dropped, neighbouring user turns joined by a blank line.
-    Raises RowError (`no_user_turn`, `bad_conversation`).
-    """
-    if isinstance(record, BrokenLine):
-        raise RowError("bad_conversation", record.why)
-    if not isinstance(record, dict):
-        raise RowError("bad_conversation", "not a JSON object")
-    if not record.keys() & {"messages", "conversations"}:
-        raise RowError("no_user_turn", f"neither messages nor conversations, but {', '.join(map(str, record))}"[:200])
-    turns = "last" if "messages" in record else "first"
-    raw = record.get("messages" if turns == "last" else "conversations") or []
-    if not isinstance(raw, list):
-        raise RowError("bad_conversation", "messages are not a list")
-    messages: list[dict] = []
-    for entry in raw:
-        message = _read_message(entry)
-        previous = messages[-1]["role"] if messages else None
-        role, content = message["role"], message["content"]
-        if role == "system":
-            if previous not in (None, "system"):
-                raise RowError("bad_conversation", "a system prompt inside the conversation")
-            if content:
-                messages.append(message)
-        elif previous in (None, "system") and role != "user":
-            if role != "assistant":
-                raise RowError("bad_conversation", f"begins with a {role} turn")
-        elif role == "user" and previous == "user":
-            messages[-1]["content"] = f"{messages[-1]['content']}\n\n{content}".strip()
-        elif role == "assistant" and previous == "assistant":
-            raise RowError("bad_conversation", "two assistant turns in a row")
-        else:
-            messages.append(message)
-    users = [m["content"] for m in messages if m["role"] == "user"]
-    if not any(users):
-        raise RowError("no_user_turn", "nothing that a user says")
-    if not all(users):
-        raise RowError("bad_conversation", "a blank user turn")
-    return messages, _read_tools(record.get("tools")), turns
-
-
-def _read_message(entry: Any) -> dict:
-    if not isinstance(entry, dict):
-        raise RowError("bad_conversation", "a message that is not an object")
-    spelling = entry.get("role", entry.get("from"))
-    role = ROLES.get(spelling.strip().casefold()) if isinstance(spelling, str) else None
-    if role is None:
-        raise RowError("bad_conversation", f"unknown role {spelling!r}")
-    content = entry.get("content", entry.get("value"))
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
-    if content is None:
-        content = ""
-    if not isinstance(content, str):
-        raise RowError("bad_conversation", "content that is not text")
-    message = {"role": role, "content": content.strip()}
-    return message | {key: entry[key] for key in EXTRAS if entry.get(key)}
-
-
-def _read_tools(tools: Any) -> list | None:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise RowError("bad_conversation", "tools are not JSON") from None
-    if tools and not isinstance(tools, list):
-        raise RowError("bad_conversation", "tools are not a list")
-    return tools or None
-
-
-Placed = tuple[str, Any]  # where a record is, for a person, and the record
+BATCH = 1024  # records
 
 
 def read_source(source: Source) -> Iterator[Placed]:
     """The source's records; a line that is not JSON comes as a BrokenLine, to be rejected by name.
 
-    Raises ConfigError for what is not there, ResumableError when the hub does not answer.
+    Raises ConfigError for what is not there or cannot be read, ResumableError when the hub does not answer.
     """
     if source.hub:
         return _read_hub(source)
+    if _is_saved(_there(source)):
+        return _read_saved(source)
+    return (placed for path in files_of(source) for placed in record_files.read(path))
+
+
+def _there(source: Source) -> Path:
     if not source.path.exists():
         raise ConfigError(f"prompts {source.name}: {source.path} does not exist")
-    if source.path.is_dir() or source.path.suffix == ".parquet":
-        return _read_parquet(source.path)
-    return _read_lines(source.path)
+    return source.path
 
 
-def _read_lines(path: Path) -> Iterator[Placed]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):  # by line feed only: U+2028 is text
-            if line.strip():
-                try:
-                    record = json.loads(line.rstrip())  # or what is cut off would be missed on the next line
-                except json.JSONDecodeError as error:
-                    record = BrokenLine(line.decode("utf-8", errors="replace"))
-                    record.why = f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-                except (ValueError, RecursionError) as error:
-                    record = BrokenLine(line.decode("utf-8", errors="replace"))
-                    record.why = f"not JSON: {error}"
-                yield f"{path} line {number}", record
+def files_of(source: Source) -> list[Path]:
+    """A local source's files: the file itself, or of a folder the data files of `source.split`, by name.
+
+    File names show a split as the hub writes them (`train-00000-of-00002.parquet`) or as a word (`my_test.jsonl`).
+    """
+    path = _there(source)
+    if not path.is_dir():
+        return [path]
+    found: dict[str | None, list[Path]] = {}
+    for file in sorted(path.rglob("*")):
+        inside = file.relative_to(path)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if SUFFIXES.search(file.name) and file.name not in NO_DATA and not hidden and file.is_file():
+            found.setdefault(_split_of(inside), []).append(file)
+    wanted = SPLITS.get(source.split, source.split)
+    if wanted in found or not found.keys() - {None}:
+        return found.get(wanted, found.get(None, []))
+    splits = ", ".join(sorted(split or "no split" for split in found))
+    raise ConfigError(
+        f"prompts {source.name}: {path} has no file of split {source.split}, but of {splits}; set the source's "
+        "`split`, or `path` to one file"
+    )
+
+
+def _split_of(path: Path) -> str | None:
+    if shard := SHARD.match(path.name):
+        return SPLITS.get(shard[1], shard[1])
+    for part in (path.name, *reversed(path.parts[:-1])):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in SPLITS:
+                return SPLITS[word]
+    return None
+
+
+def describe(source: Source) -> str:
+    """Where a source's records are and in which form. Raises ConfigError."""
+    if source.hub:
+        return f"{source.hub}, split {source.split}"
+    if _is_saved(_there(source)):
+        return f"{source.path} (saved by `datasets`)"
+    files = files_of(source)
+    form = f" ({record_files.form(files[0])})" if files else ""
+    return f"{source.path}{form}" if files == [source.path] else f"{source.path}, {len(files)} files{form}"
+
+
+def state_of(source: Source) -> list:
+    """Names, sizes and times of a local source's files: another state, and the source is read again."""
+    if source.hub:
+        return []
+    saved = _is_saved(_there(source))
+    files = sorted(p for p in source.path.rglob("*") if p.is_file()) if saved else files_of(source)
+    found = [(file, file.stat()) for file in files]
+    return [[str(file.relative_to(source.path)), stat.st_size, stat.st_mtime_ns] for file, stat in found]
 
 
 def count(source: Source) -> int | None:
     """Conversations that a local source holds, whatever is wrong with them; None on the hub or where nothing is."""
     if not source.path or not source.path.exists():
         return None
-    if source.path.is_dir() or source.path.suffix == ".parquet":
-        return sum(table.metadata.num_rows for _, table in _tables(source.path))
-    with open(source.path, "rb") as file:
-        return sum(1 for line in file if line.strip())
+    return _count(source, str(state_of(source)))
 
 
-def _read_parquet(path: Path) -> Iterator[Placed]:
-    for file, table in _tables(path):
-        records = (record for batch in table.iter_batches(batch_size=1024) for record in batch.to_pylist())
-        with _readable(file):
-            yield from ((f"{file} row {number}", record) for number, record in enumerate(records, 1))
+@lru_cache(maxsize=64)
+def _count_of(path: str, split: str, _state: str) -> int:
+    source = Source(name="counted", path=path, split=split)
+    if _is_saved(source.path):
+        with _readable(source.path):
+            return len(_load_saved(source))
+    return sum(map(record_files.count, files_of(source)))
 
 
-def _tables(path: Path) -> Iterator[tuple[Path, Any]]:
-    import pyarrow.parquet  # 0.3 s, only for those who need it
+def _count(source: Source, state: str) -> int:
+    return _count_of(str(source.path), source.split, state)
 
-    for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
-        with _readable(file):
-            table = pyarrow.parquet.ParquetFile(file)
-        yield file, table
+
+# ---- data sets
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether `datasets` wrote this folder with `save_to_disk`."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def _load_saved(source: Source) -> Any:
+    import datasets  # 2 s, only for those who need it
+
+    loaded = datasets.load_from_disk(str(source.path))
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if source.split not in loaded:
+        splits = ", ".join(loaded)
+        raise ConfigError(f"prompts {source.name}: {source.path} has no split {source.split}, but {splits}")
+    return loaded[source.split]
+
+
+def _read_saved(source: Source) -> Iterator[Placed]:
+    with _readable(source.path):
+        loaded = _load_saved(source).with_format("arrow")
+        records = (record for batch in loaded.iter(BATCH) for record in batch.to_pylist())
+        for number, record in enumerate(records, 1):
+            yield f"{source.path} row {number}", record_files.without_nulls(record)
 
 
 @contextlib.contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _readable(path: Path) -> Iterator[None]:
+    """A damaged file ends in one line, whatever error its library has for it."""
     try:
         yield
-    except (ValueError, OSError) as error:  # pyarrow's own are both
-        raise ConfigError(f"prompts: {file} cannot be read ({str(error).splitlines()[0]})") from None
+    except StageError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"prompts: {path} cannot be read ({record_files.one_line(error)})") from None
 
 
 def _read_hub(source: Source) -> Iterator[Placed]:
-    import datasets  # 2 s, only for those who need it
+    import datasets
 
     try:
         records = datasets.load_dataset(source.hub, revision=source.revision, split=source.split)
-        yield from ((f"{source.hub} row {number}", record) for number, record in enumerate(records, 1))
+        for number, record in enumerate(records, 1):
+            yield f"{source.hub} row {number}", record_files.without_nulls(record)
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
         raise ConfigError(f"prompts {source.name}: {error}") from None
     except (OSError, TimeoutError) as error:  # the hub client's network errors are OSErrors
@@ -184,20 +178,39 @@ def _read_hub(source: Source) -> Iterator[Placed]:
         raise ResumableError(f"prompts {source.name}: {source.hub} cannot be read now ({error}); {copy}") from None
 
 
-def draw(read: Callable[[], Iterator[Placed]], count: int | None, seed: int) -> Iterator[Placed]:
-    """`count` of the records, those with the smallest hashes under `seed`; all of them when there are fewer."""
-    if count is None:
-        yield from read()
-        return
-    keys = array("Q", (shuffle_key(seed, contracts.content_id(record)) for _, record in read()))
+# ---- the draw
+
+
+def draw(source: Source, seed: int) -> Iterator[Placed]:
+    """`source.count` of the records, those with the smallest hashes under `seed`; all of them when there are fewer.
+
+    Reads the source twice where `count` is set. Raises ConfigError when its files change meanwhile.
+    """
+    before = state_of(source)
+    yield from read_source(source) if source.count is None else _smallest(source, source.count, seed)
+    if state_of(source) != before:
+        raise _changed(source)
+
+
+def _smallest(source: Source, count: int, seed: int) -> Iterator[Placed]:
+    keys = array("Q", (shuffle_key(seed, contracts.content_id(record)) for _, record in read_source(source)))
     limit = sorted(keys)[count - 1] if count < len(keys) else 2**64
     ties = count - sum(key < limit for key in keys)  # equal records have equal keys
-    for key, placed in zip(keys, read(), strict=True):
+    for key, placed in zip_longest(keys, read_source(source)):
+        if key is None or placed is None:
+            raise _changed(source)
         if key < limit:
             yield placed
         elif key == limit and ties > 0:
             ties -= 1
             yield placed
+
+
+def _changed(source: Source) -> ConfigError:
+    return ConfigError(
+        f"prompts {source.name}: {source.path or source.hub} changed while it was read; wait until it is written, "
+        "then run the same command again"
+    )
 
 
 def shuffle_key(seed: int, identity: str) -> int:

@@ -7,11 +7,12 @@ from datetime import datetime
 import pyarrow.parquet
 import pytest
 
-from drafter import artifacts, config, prompts, sources
+from drafter import artifacts, config, prompts, record_files, sources
 from drafter.config import Source
+from drafter.conversations import OWN_ANSWER, read_conversation
 from drafter.errors import ConfigError, ResumableError, RowError
-from drafter.prompts import OWN_ANSWER, Requests, materialise, requests_of
-from drafter.sources import read_conversation
+from drafter.mix import materialise
+from drafter.prompts import Requests, requests_of
 
 CPU_CONFIG = config.ROOT / "configs/smollm2_cpu.yaml"
 
@@ -126,13 +127,16 @@ def test_replay_keeps_the_answers():
 
 
 def test_tool_calls_and_results_are_kept_and_forbid_own_answers():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
     result = {"role": "tool", "content": "42", "tool_call_id": "1"}
     record = {"messages": [{"role": "user", "content": "q"}, call, result, {"role": "user", "content": "so?"}]}
-    [request] = requests_of(record | {"tools": '[{"type": "function"}]'}, source(), {})
+    tool = {"type": "function", "function": {"name": "f"}}
+    [request] = requests_of(record | {"tools": json.dumps([tool])}, source(), {})
     assert request.messages[1]["tool_calls"] == call["tool_calls"]
     assert request.messages[2] == result
-    assert request.tools == [{"type": "function"}]
+    assert request.tools == [tool]
     with pytest.raises(RowError, match="tool results"):
         requests_of(record, source(turns="all"), {})
 
@@ -145,7 +149,7 @@ def test_ids_hang_on_what_is_sent_and_on_nothing_else():
     assert one.row_id == again.row_id
     others = [
         requests_of(openai(*TALK[1:]), source(), {}),
-        requests_of(openai(*TALK, tools=[{"type": "function"}]), source(), {}),
+        requests_of(openai(*TALK, tools=[{"type": "function", "function": {"name": "f"}}]), source(), {}),
         requests_of(openai(*TALK), source(), {"thinking": False}),
         requests_of(openai(*TALK), source(mode="replay"), {}),
         requests_of(openai(*TALK), source(turns="first"), {}),
@@ -378,13 +382,14 @@ def test_a_line_that_is_not_json_is_rejected_with_file_line_and_reason(tmp_path)
 )
 def test_what_is_wrong_with_a_line_is_said_with_its_place(tmp_path, line, why):
     (tmp_path / "a.jsonl").write_bytes(line + b"\n")
-    ((_, record),) = sources._read_lines(tmp_path / "a.jsonl")
+    with open(tmp_path / "a.jsonl", "rb") as file:
+        ((_, record),) = record_files.read_lines(tmp_path / "a.jsonl", file)
     assert record.why.startswith(f"not JSON: {why}")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_conversation_that_cannot_be_used_is_rejected_with_its_place_and_reason(tmp_path, suffix):
-    records = [*({"messages": [{"role": "user", "content": f"q{i}"}]} for i in range(3)), {"prompt": "hi"}]
+    records = [*({"messages": [{"role": "user", "content": f"q{i}"}]} for i in range(3)), {"text": "hi"}]
     records.append({"messages": [{"role": "usr", "content": "hi"}]})
     path = tmp_path / f"a.{suffix}"
     if suffix == "jsonl":
@@ -394,14 +399,15 @@ def test_a_conversation_that_cannot_be_used_is_rejected_with_its_place_and_reaso
     materialise(mix(tmp_path, {"name": "a", "path": str(path)}), tmp_path / "out")
     broken = prompts.unusable(prompts.read_rejections(tmp_path / "out"))
     expected = [
-        f"{path} line 4: neither messages nor conversations, but prompt",
-        f"{path} line 5: unknown role 'usr'",
+        f"{path} line 4: has no column messages, conversations, conversation, prompt, question, instruction, turns, "
+        "but text",
+        f"{path} line 5: messages[0]: unknown role 'usr'",
     ]
     if suffix == "parquet":
-        expected = [f"{path} row 4: unknown role 'usr'"]
+        expected = [f"{path} row 4: messages[0]: unknown role 'usr'"]
     assert [record["detail"] for record in broken] == expected
     write(tmp_path / "b.jsonl", records[3:])
-    with pytest.raises(ConfigError, match="no conversation can be used; 2 are rejected, the first: .* line 1: nei"):
+    with pytest.raises(ConfigError, match="no conversation can be used; 2 are rejected, the first: .* line 1: has"):
         materialise(mix(tmp_path, {"name": "b"}), tmp_path / "all_broken")
 
 

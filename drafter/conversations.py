@@ -1,0 +1,307 @@
+"""One record of a prompt source -> one conversation in OpenAI form.
+
+Records come in the schemas that public data sets use. Roles, tools and tool calls are repaired where that loses
+nothing; any other record is refused with the field that cannot be read, before a server sees it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from drafter.config import Column
+from drafter.errors import RowError
+
+OWN_ANSWER = {"role": "assistant", "content": None}  # the answer that the model itself will give there
+CALL = "function_call"
+
+ROLES = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "model": "assistant",
+    "function_call": CALL, "tool_call": CALL,
+    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "function_response": "tool",
+}  # fmt: skip
+USUAL: dict[Column, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "conversation"),
+    "prompt": ("prompt", "question", "instruction"),
+    "turns": ("turns",),
+    "input": ("input", "context"),
+    "system": ("system", "system_prompt"),
+    "answer": ("output", "response", "completion", "answer"),
+    "tools": ("tools",),
+}
+QUESTIONS: tuple[Column, ...] = ("messages", "prompt", "turns")  # one of these holds what the user asks
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns of what the text is about
+WANTED = (
+    'a line can be {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."}; '
+    "every form is in docs/data_formats.md"
+)
+SHOWN = 60  # characters of a value in a message
+
+
+class BrokenLine(str):
+    """The text of a line that is not JSON; `why` says what is wrong with it."""
+
+    why: str
+
+
+class Conversation(NamedTuple):
+    messages: list[dict]  # OWN_ANSWER between two user turns of a record without answers
+    tools: list | None
+    turns: Literal["first", "last", "all"]  # what is asked when the source does not say
+    read_by: str  # the columns that were read
+
+
+def bad(why: str) -> RowError:
+    return RowError("bad_conversation", why)
+
+
+def shown(value: Any) -> str:
+    """A value for a message, never longer than SHOWN characters."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return repr(text) if isinstance(value, str) else text
+
+
+def read_conversation(
+    record: Any, columns: Mapping[Column, str] | None = None, first_only: bool | None = False
+) -> Conversation:
+    """The conversation in a record; `columns` names those with unusual names.
+
+    `first_only` reads up to the first user turn and ignores whatever follows; None: where that is the default.
+    Raises RowError (`no_user_turn`, `bad_conversation`).
+    """
+    columns = columns or {}
+    if isinstance(record, BrokenLine):
+        raise bad(record.why)
+    if not isinstance(record, dict):
+        raise bad(f"not a JSON object, but {shown(record)}")
+    what, column = _question(record, columns)
+    for name in MEDIA:
+        if record.get(name) and name not in columns.values():
+            raise bad(f"{name}: the text is about media beside it, and only text can be asked")
+    used, value = [column], record[column]
+    if what != "messages" and (isinstance(value, str) or _all_text(value)):
+        raw: list = [{"role": "user", "content": text} for text in ([value] if isinstance(value, str) else value)]
+        if len(raw) == 1:
+            raw = [*_single(record, columns, column, raw[0]["content"], used)]
+        turns = "last"
+    elif value is None or isinstance(value, list):
+        raw, turns = value or [], "first" if column in ("conversations", "conversation") else "last"
+    else:
+        raise bad(f"{column}: {shown(value)} is neither text nor a list of messages")
+    system = _text_beside(record, columns, "system", used)
+    if system and not (raw and _role(raw[0]) == "system"):
+        raw = [{"role": "system", "content": system}, *raw]
+    messages = _read_messages(raw, column, turns == "first" if first_only is None else first_only)
+    if OWN_ANSWER in messages:
+        turns = "all"
+    return Conversation(messages, _read_tools(record, columns, used), turns, " + ".join(used))
+
+
+def _question(record: dict, columns: Mapping[Column, str]) -> tuple[Column, str]:
+    """What holds the question, and the column it is in: the first with something in it."""
+    named = [(what, columns[what]) for what in QUESTIONS if what in columns]
+    candidates = named or [(what, name) for what in QUESTIONS for name in USUAL[what]]
+    there = [each for each in candidates if each[1] in record]
+    if not there:
+        wanted = ", ".join(name for _, name in candidates)
+        raise RowError("no_user_turn", f"has no column {wanted}, but {_names(record)}")
+    return next((each for each in there if record[each[1]]), there[0])
+
+
+def _names(record: dict) -> str:
+    names = [shown(str(name))[1:-1] for name in record]
+    return ", ".join(names[:8]) + (" and others" if len(names) > 8 else "") if names else "nothing"
+
+
+def _all_text(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+
+
+def _single(record: dict, columns: Mapping, column: str, text: str, used: list[str]) -> Iterator[dict]:
+    """A question in columns of its own, with its answer where there is one."""
+    if column == "instruction" or "input" in columns:
+        more = _text_beside(record, columns, "input", used)
+        text = f"{text.strip()}\n\n{more}" if more else text
+    yield {"role": "user", "content": text}
+    names = [columns["answer"]] if "answer" in columns else USUAL["answer"]
+    answers = [record[name] for name in names if isinstance(record.get(name), str) and record[name].strip()]
+    if answers:
+        yield {"role": "assistant", "content": answers[0]}
+
+
+def _text_beside(record: dict, columns: Mapping, what: Column, used: list[str]) -> str:
+    """The text in a column beside the question, blank where there is none."""
+    names = [columns[what]] if what in columns else USUAL[what]
+    name = next((name for name in names if record.get(name)), None)
+    if name is None:
+        return ""
+    if not isinstance(record[name], str):
+        raise bad(f"{name}: {shown(record[name])} is not text")
+    used += [name] if record[name].strip() else []
+    return record[name].strip()
+
+
+def _role(entry: Any) -> str | None:
+    if not isinstance(entry, dict):
+        return None
+    spelling = _first(entry, "role", "from")
+    return ROLES.get(spelling.strip().casefold()) if isinstance(spelling, str) else None
+
+
+def _first(entry: dict, *names: str) -> Any:
+    """The first that is given; Parquet fills what a record lacks with null."""
+    return next((entry[name] for name in names if entry.get(name) is not None), None)
+
+
+def _read_messages(raw: list, field: str, first_only: bool) -> list[dict]:
+    users = [i for i, entry in enumerate(raw) if _role(entry) == "user"]
+    answered = any(_role(entry) in ("assistant", CALL) for entry in raw[users[0] :]) if users else True
+    messages: list[dict] = []
+    awaited: list[str] = []  # ids of calls whose results come next
+    for index, entry in enumerate(raw):
+        asked = any(m["role"] == "user" and m["content"] for m in messages)
+        if first_only and asked and (_role(entry) != "user" or not answered):
+            break
+        message = _read_message(entry, f"{field}[{index}]", awaited)
+        previous = messages[-1]["role"] if messages else None
+        role, content = message["role"], message["content"]
+        if role == "system":
+            if previous not in (None, "system"):
+                raise bad(f"{field}[{index}]: a system prompt inside the conversation")
+            if content:
+                messages.append(message)
+        elif previous in (None, "system") and role != "user":
+            if role != "assistant":
+                raise bad(f"{field}[{index}]: the conversation begins with a {role} turn")
+        elif role == "user" and previous == "user":
+            _add_user(messages, message, answered)
+        elif role == "assistant" and previous == "assistant":
+            raise bad(f"{field}[{index}]: two assistant turns in a row")
+        else:
+            messages.append(message)
+    said = [m["content"] for m in messages if m["role"] == "user"]
+    if not any(said):
+        raise RowError("no_user_turn", f"{field}: nothing that a user says")
+    if not all(said):
+        raise bad(f"{field}: a blank user turn")
+    return messages
+
+
+def _add_user(messages: list[dict], message: dict, answered: bool) -> None:
+    """A user turn behind a user turn: one turn in two parts, or, where the record has no answers, the next turn."""
+    last, content = messages[-1]["content"], message["content"]
+    if not content:
+        return
+    if answered or not last:
+        messages[-1]["content"] = f"{last}\n\n{content}".strip()
+    else:
+        messages += [dict(OWN_ANSWER), message]
+
+
+def _read_message(entry: Any, place: str, awaited: list[str]) -> dict:
+    if not isinstance(entry, dict):
+        raise bad(f"{place}: {shown(entry)} is no message")
+    role = _role(entry)
+    if role is None:
+        raise bad(f"{place}: unknown role {shown(_first(entry, 'role', 'from'))}")
+    content = _content(_first(entry, "content", "value"), place).strip()
+    if role == CALL:
+        calls = _calls_in_text(content, place)
+        awaited[:] = [call["id"] for call in calls]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    message: dict[str, Any] = {"role": role, "content": content}
+    for key in ("name", "tool_call_id"):
+        if entry.get(key):
+            if not isinstance(entry[key], str):
+                raise bad(f"{place}.{key}: {shown(entry[key])} is not text")
+            message[key] = entry[key]
+    if entry.get("tool_calls"):
+        message["tool_calls"] = _read_calls(entry["tool_calls"], f"{place}.tool_calls")
+    if role == "tool" and awaited:
+        message.setdefault("tool_call_id", awaited.pop(0))
+    return message
+
+
+def _content(content: Any, place: str) -> str:
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type", part) if isinstance(part, dict) else part
+                raise bad(f"{place}.content[{index}]: {shown(kind)} is not text, and only text can be asked")
+        return "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise bad(f"{place}: content that is not text, but {shown(content)}")
+    return content or ""
+
+
+# ---- tools
+
+
+def _calls_in_text(text: str, place: str) -> list[dict]:
+    """The calls that an open set writes as JSON into a message of its own."""
+    try:
+        calls = json.loads(text)
+    except (ValueError, RecursionError):
+        raise bad(f"{place}: a function call that is not JSON: {shown(text)}") from None
+    return _read_calls([{"function": call} for call in (calls if isinstance(calls, list) else [calls])], place)
+
+
+def _read_calls(calls: Any, place: str) -> list[dict]:
+    """Calls with the id, type and arguments as text that a server demands."""
+    if not isinstance(calls, list):
+        raise bad(f"{place}: {shown(calls)} is no list of calls")
+    number = place.partition("[")[2].partition("]")[0]
+    return [_read_call(call, f"{place}[{i}]", f"call_{number}_{i}") for i, call in enumerate(calls)]
+
+
+def _read_call(call: Any, place: str, default_id: str) -> dict:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(f'{place}: {shown(call)} is no call; wanted {{"function": {{"name": ..., "arguments": ...}}}}')
+    if not isinstance(call.get("id"), str | None) or call.get("type", "function") != "function":
+        raise bad(f"{place}: {shown(call)}: wanted an id that is text and the type function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False, default=str)
+    fixed = {"id": call.get("id") or default_id, "type": "function"}
+    return call | fixed | {"function": {**function, "arguments": arguments}}
+
+
+def _read_tools(record: dict, columns: Mapping[Column, str], used: list[str]) -> list | None:
+    """The tools as a server takes them; a bare function schema is put under `function`."""
+    column = columns.get("tools", "tools")
+    tools = _from_json(record.get(column), column)
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise bad(f"{column}: {shown(tools)} is no list of tools")
+    used.append(column)
+    return [_read_tool(_from_json(tool, column), f"{column}[{index}]") for index, tool in enumerate(tools)]
+
+
+def _from_json(value: Any, place: str) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value if not isinstance(value, str) else None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise bad(f"{place}: {shown(value)} is not JSON") from None
+
+
+def _read_tool(tool: Any, place: str) -> dict:
+    if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
+        kept = {key: value for key, value in tool.items() if key != "type"}
+        tool = {"type": "function", "function": kept}
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise bad(f'{place}: {shown(tool)} is no tool; wanted {{"type": "function", "function": {{"name": ...}}}}')
+    if not isinstance(function.get("parameters"), dict | None):
+        raise bad(f"{place}.function.parameters: {shown(function['parameters'])} is no JSON schema")
+    if not isinstance(function.get("description"), str | None):
+        raise bad(f"{place}.function.description: {shown(function['description'])} is not text")
+    if tool.get("type", "function") != "function":
+        raise bad(f"{place}.type: {shown(tool['type'])}; a server takes functions only")
+    return {"type": "function"} | tool
