@@ -33,7 +33,7 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import chat, client, config, generate, mix, prompts, rows, stage  # noqa: E402
+from drafter import answering, chat, client, config, mix, prompts, rows, stage  # noqa: E402
 
 REPLY = json.dumps(
     {
@@ -307,7 +307,7 @@ def run_server(args: argparse.Namespace, folder: Path) -> None:
     metric("output_tokens", taken["ours"][-1]["tokens"])
     requests = prompts.Requests(bench.requests)
     shuffled = [requests[i] for i in range(len(requests))]
-    drain = args.concurrency * generate.DRAIN
+    drain = args.concurrency * answering.DRAIN
     by_size = sorted(shuffled[-drain:], key=lambda r: len(r.messages[-1]["content"]), reverse=True)
     for name, order in (("shuffled", shuffled), ("longest_prompt_first", [*shuffled[:-drain], *by_size])):
         metric(f"idle_share_{name}", idle_share((bench.lengths[r.row_id] for r in order), args.concurrency))

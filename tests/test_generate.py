@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter import arguments, artifacts, chat, client, config, generate, prompts, rows, stage
+from drafter import answering, arguments, artifacts, chat, client, config, generate, prompts, rows, stage
 from tests import fakes
 from tests.fakes import FakeServer, Reply, chat_reply, error_body
 
@@ -747,7 +747,7 @@ def test_a_full_disk_is_resumable(lab, monkeypatch):
 
 
 def test_progress_shows_rate_load_and_failures(lab, monkeypatch, caplog):
-    monkeypatch.setattr(generate, "Progress", functools.partial(stage.Progress, every=0.0))
+    monkeypatch.setattr(answering, "Progress", functools.partial(stage.Progress, every=0.0))
     lab.server.script = lambda call: Reply(error_body("no", 400), 400) if call.question == "q 3 turn 0?" else None
     hold_out(lab)
     lab.add_source(questions(20))
@@ -767,7 +767,8 @@ def deadline(lab, monkeypatch):
     def now() -> float:
         return 3000.0 if len(lab.server.chats) >= 20 else 1000.0
 
-    monkeypatch.setattr(generate, "time", types.SimpleNamespace(**vars(time) | {"time": now}))
+    for module in (generate, answering):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(**vars(time) | {"time": now}))
     lab.server.script = lambda call: Reply(chat_reply(call.body), delay=0.05)
     lab.add_source(questions(200))
     return ["--deadline", "1970-01-01T00:33:20+00:00"]
