@@ -64,12 +64,19 @@ def _opened(path: Path) -> Iterator[Opened]:
     """A damaged file ends in one line, whatever error its library has for it."""
     try:
         with contextlib.ExitStack() as held:
-            file = held.enter_context(user_files.open_regular(path))
+            file = held.enter_context(_open(path))
             yield _look(path, file, held)
     except StageError:
         raise
     except Exception as error:
         raise ConfigError(f"prompts: {path} cannot be read ({one_line(error)})") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return user_files.open_regular(path)
+    except ConfigError as error:
+        raise ConfigError(f"prompts: {error}") from None
 
 
 def _look(path: Path, file: BinaryIO, held: contextlib.ExitStack) -> Opened:

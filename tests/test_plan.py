@@ -288,7 +288,7 @@ def test_05_and_06_take_what_they_took_before_on_this_machine(tmp_path, model):
     ("override", "said"),
     [
         ("prompts.0.path=/nowhere.jsonl", "prompts sample: /nowhere.jsonl does not exist"),
-        ("prompts.0.path=/dev/null", "prompts sample: /dev/null holds no conversation"),
+        ("prompts.0.path=/dev/null", "prompts: /dev/null is a device, not a regular file"),
         (
             "acceptance.prompts=[{name: mine, path: /nowhere.jsonl}]",
             "prompts mine: /nowhere.jsonl does not exist",
