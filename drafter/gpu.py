@@ -1,63 +1,120 @@
-"""What nvidia-smi says about memory; on a machine without it there is nothing to wait for."""
+"""GPU memory as nvidia-smi reports it. What it does not say is unknown, which is neither free nor in use."""
 
 import logging
 import math
-import subprocess
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from drafter.errors import ResumableError
+from drafter import process
+from drafter.errors import ResumableError, StageError
 
 log = logging.getLogger("drafter")
 
+DRIVER = Path("/dev/nvidiactl")  # exists wherever NVIDIA's driver is loaded
+ANSWER_SECONDS = 30  # nvidia-smi waits for a driver that hangs
 REPORT_SECONDS = 10  # between two log lines of a wait
 FREE_MIB = 2048  # driver, display and idle contexts: below this a GPU counts as free
+NO_FIGURE = (
+    "[N/A]",
+    "N/A",
+    "[Not Supported]",
+    "[Insufficient Permissions]",
+)  # GPUs that share the host's memory, MIG
 
 
-def memory_used() -> dict[int, int]:
-    """GPU index -> MiB in use."""
-    return {int(index): int(used) for index, used in _query("--query-gpu=index,memory.used")}
+@dataclass(frozen=True)
+class Memory:
+    """One answer of nvidia-smi. A machine without GPUs has no `gpus` and nothing `unknown`."""
+
+    used: dict[int, int]  # GPU index -> MiB in use
+    no_figure: frozenset[int] = frozenset()  # GPUs for which nvidia-smi gives no figure, now or later
+    unknown: str = ""  # why nvidia-smi gave no answer; the other fields are then empty and mean nothing
+    lasting: bool = False  # `unknown` is a property of this machine, and asking again is no use
+
+    @property
+    def gpus(self) -> frozenset[int]:
+        """Indices of this machine's GPUs."""
+        return self.no_figure.union(self.used)
+
+
+def read() -> Memory:
+    """Ask nvidia-smi once, for at most ANSWER_SECONDS. Raises nothing: what goes wrong is `unknown`."""
+    try:
+        rows = _query("--query-gpu=index,memory.used")
+    except process.NoProgram as error:
+        return Memory({}, unknown=str(error), lasting=True) if DRIVER.exists() else Memory({})
+    except StageError as error:
+        return Memory({}, unknown=str(error))
+    used: dict[int, int] = {}
+    no_figure: set[int] = set()
+    for row in rows:
+        index, figure = (row + ["", ""])[:2]
+        if not index.isdecimal() or not (figure.isdecimal() or figure in NO_FIGURE):
+            return Memory({}, unknown=f"nvidia-smi says {', '.join(row)[:100]!r} where a GPU's memory was asked for")
+        if figure.isdecimal():
+            used[int(index)] = int(figure)
+        else:
+            no_figure.add(int(index))
+    return Memory(used, frozenset(no_figure)) if rows else Memory({}, unknown="nvidia-smi lists no GPU")
 
 
 def names() -> list[str]:
     """The name of each GPU; empty without one, and where nvidia-smi does not answer."""
-    return [row[0] for row in _query("--query-gpu=name")]
+    try:
+        return [row[0] for row in _query("--query-gpu=name")]
+    except StageError:
+        return []
 
 
 def _query(what: str) -> list[list[str]]:
-    try:
-        line = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=30)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return []
+    """The cells of nvidia-smi's answer. Raises process.NoProgram, ResumableError."""
+    done = process.run(["nvidia-smi", what, "--format=csv,noheader,nounits"], ANSWER_SECONDS)
     if done.returncode:
-        return []
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no reason given"]
+        raise ResumableError(f"nvidia-smi failed with exit code {done.returncode}: {said[0][:200]}")
     return [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines() if row.strip()]
 
 
 def not_loaded(gpus: Iterable[int], model: Path) -> str | None:
-    """Why these GPUs do not hold the model yet: each must carry half its share of the weights' bytes."""
+    """Why these GPUs do not hold the model yet: each must carry half its share of the weights' bytes.
+
+    None when they do, and where it is unknown: then the completion that follows decides.
+    """
     gpus = tuple(gpus)
-    if not gpus or not (used := memory_used()):
+    if not gpus:
         return None
+    found = read()
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**20
     share = weights / len(gpus)
-    empty = [index for index in gpus if used.get(index, 0) < share / 2]
+    empty = [index for index in gpus if found.used.get(index, share) < share / 2]
     if not empty:
         return None
     return f"GPU {', '.join(map(str, empty))} does not hold its {share / 1024:.1f} GiB of the model yet"
 
 
 def wait_free(gpus: Iterable[int], seconds: float) -> None:
-    """Raises ResumableError, naming the processes that hold the memory, when it is not free in time."""
-    gpus = tuple(gpus)
+    """Wait until the memory of these GPUs is free, at most `seconds`.
+
+    Raises ResumableError when it is not, naming the processes that hold it, or when nvidia-smi fails that long. Where
+    it can never be known (no nvidia-smi, a GPU without a figure) nothing is waited for, and a log line says so.
+    """
+    asked = frozenset(gpus)
     deadline = time.monotonic() + seconds
     spoke = -math.inf
-    while held := {index: mib for index, mib in memory_used().items() if index in gpus and mib > FREE_MIB}:
+    while asked:
+        found = read()
+        held = {index: mib for index, mib in found.used.items() if index in asked and mib > FREE_MIB}
+        if not held and (found.lasting or not found.unknown):
+            if silent := found.unknown or ", ".join(f"GPU {index}" for index in sorted(asked & found.no_figure)):
+                log.info("GPU memory is unknown, and not waited for: %s", silent)
+            return
+        amounts = ", ".join(f"GPU {index}: {mib / 1024:.1f} GiB" for index, mib in held.items()) or found.unknown
         now = time.monotonic()
-        amounts = ", ".join(f"GPU {index}: {mib / 1024:.1f} GiB" for index, mib in held.items())
         if now > deadline:
+            if not held:
+                raise ResumableError(f"whether GPU memory is free is unknown after {seconds:.0f} s: {amounts}")
             raise ResumableError(f"GPU memory is not free after {seconds:.0f} s ({amounts}), held by {holders()}")
         if now - spoke >= REPORT_SECONDS:
             log.info("waiting for GPU memory, at most %.0f s more (%s)", deadline - now, amounts)
@@ -66,6 +123,11 @@ def wait_free(gpus: Iterable[int], seconds: float) -> None:
 
 
 def holders() -> str:
-    """The compute processes on all GPUs, for a person."""
-    rows = _query("--query-compute-apps=pid,process_name,used_memory")
-    return ", ".join(f"process {pid} {name} ({mib} MiB)" for pid, name, mib in rows) or "no process nvidia-smi knows"
+    """The compute processes on all GPUs, for a message."""
+    try:
+        rows = _query("--query-compute-apps=pid,process_name,used_memory")
+    except StageError as error:
+        return f"unknown processes ({error})"
+    # A process's name may hold commas.
+    named = [f"process {pid} {', '.join(name)} ({mib} MiB)" for pid, *name, mib in (row for row in rows if row[1:])]
+    return ", ".join(named) or "no process nvidia-smi knows"

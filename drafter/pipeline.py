@@ -341,7 +341,7 @@ def chosen(first: str | None, only: str | None) -> tuple[Step, ...]:
 
 
 def default_config() -> Path:
-    return config.ROOT / "configs" / ("smollm2_gpu.yaml" if gpu.memory_used() else "smollm2_cpu.yaml")
+    return config.ROOT / "configs" / ("smollm2_gpu.yaml" if gpu.read().gpus else "smollm2_cpu.yaml")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -35,7 +35,6 @@ from drafter.comparison import NONE, RUN, WARM_START
 from drafter.errors import ConfigError, StageError
 from drafter.launch import command
 
-DRIVER = Path("/dev/nvidiactl")  # there wherever NVIDIA's driver is loaded
 ENGINE = "engine.json"  # what the installed vLLM said about this target
 
 # Asked in the server's own interpreter, since that may be another environment.
@@ -374,11 +373,12 @@ def space(run_config: config.Config) -> Iterator[str]:
 
 
 def gpus(run_config: config.Config) -> Iterator[str]:
-    present = gpu.memory_used()
-    if not present and DRIVER.exists():
-        return  # nobody to ask
+    found = gpu.read()
     named = {number for role in get_args(config.Role) for number in getattr(run_config.servers, role).gpus}
-    if absent := sorted(named - set(present)):
+    if named and found.unknown and not found.lasting:
+        numbers = ", ".join(map(str, sorted(named)))
+        yield f"servers.*.gpus: it is unknown whether GPU {numbers} is free: {found.unknown}"
+    elif not found.unknown and (absent := sorted(named - found.gpus)):
         yield f"servers.*.gpus: this machine has no GPU {', '.join(map(str, absent))}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if re.fullmatch(r"\d+(,\d+)*", visible) and (hidden := sorted(named - set(map(int, visible.split(","))))):
@@ -386,7 +386,7 @@ def gpus(run_config: config.Config) -> Iterator[str]:
 
 
 def ranks(run_config: config.Config) -> Iterator[str]:
-    present, asked = gpu.memory_used(), run_config.train.processes
+    present, asked = gpu.read().gpus, run_config.train.processes
     if present and asked > len(present):
         yield f"train.processes: {asked} ranks, and this machine has {len(present)} GPUs"
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter import interrupts
+from drafter.errors import ConfigError, ResumableError
 
 PARENT = "DRAFTER_PARENT"  # in a child's environment: the process that it must not outlive
 PR_SET_PDEATHSIG = 1
@@ -118,10 +120,18 @@ def end_session(leader: int, seconds: float) -> list[int]:
     return living
 
 
-def run(line: list[str], timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`, its output captured as text, in a session of its own that never outlives the call.
+class NoProgram(ConfigError):
+    """A command's program is not on this machine, or this user may not run it."""
 
-    A Ctrl-C of the terminal does not reach it. Raises FileNotFoundError, TimeoutExpired.
+
+class TimedOut(ResumableError):
+    """A command did not end in time, and was killed."""
+
+
+def run(line: list[str], timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, its output captured as text, in a session of its own that never outlives the call.
+
+    Ctrl-C on the terminal does not reach it, and bytes that are no UTF-8 are replaced. Raises NoProgram, TimedOut.
     """
     return run_all([line], timeout, **options)[0]
 
@@ -130,21 +140,38 @@ def run_all(
     lines: list[list[str]], timeout: float | None = None, **options: Any
 ) -> list[subprocess.CompletedProcess[str]]:
     """`run` for several commands side by side; what ends the call early ends all of them."""
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    text = {"encoding": "utf-8", "errors": "replace"}
     started: list[subprocess.Popen] = []
     try:
         for line in lines:
             with interrupts.held():
-                started.append(subprocess.Popen(line, start_new_session=True, **pipes, **options))
+                started.append(_start(line, start_new_session=True, **pipes, **text, **options))
         outputs = [each.communicate(timeout=timeout) for each in started]
+    except subprocess.TimeoutExpired as error:
+        _kill(started)
+        raise TimedOut(f"{shlex.join(map(str, error.cmd))} has not ended after {timeout:g} s") from None
     except BaseException:
-        for each in started:
-            send(members(each.pid), signal.SIGKILL)
-        for each in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                each.wait(5)
+        _kill(started)
         raise
     return [
         subprocess.CompletedProcess(each.args, each.returncode, *output)
         for each, output in zip(started, outputs, strict=True)
     ]
+
+
+def _start(line: list[str], **options: Any) -> subprocess.Popen:
+    try:
+        return subprocess.Popen(line, **options)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the line
+        raise NoProgram(f"{line[0]}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _kill(started: list[subprocess.Popen]) -> None:
+    for each in started:
+        send(members(each.pid), signal.SIGKILL)
+    for each in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.wait(5)
+        for pipe in (each.stdout, each.stderr):
+            pipe.close()

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -182,10 +181,8 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=config.ROOT, capture_output=True, text=True, timeout=10
-        )
+    with contextlib.suppress(StageError):
+        described = process.run(["git", "describe", "--always", "--dirty"], 10, cwd=config.ROOT)
         if described.returncode == 0:
             found["commit"] = described.stdout.strip()
     return found

@@ -36,8 +36,13 @@ def lines(run_config: config.Config) -> Iterator[str]:
         for line in found.said(state["stage"]).splitlines()[-TAIL:]:
             yield f"  | {line}"
     yield f"  disk: {artifacts.size(artifacts.free_bytes(run_config.run_dir))} free"
-    for index, used in gpu.memory_used().items():
-        yield f"  GPU {index}: {used / 1024:.1f} GiB in use"
+    memory = gpu.read()
+    if memory.unknown:
+        yield f"  GPU memory: unknown ({memory.unknown})"
+    for index in sorted(memory.gpus):
+        yield f"  GPU {index}: " + (
+            f"{memory.used[index] / 1024:.1f} GiB in use" if index in memory.used else "unknown"
+        )
 
 
 def _whole(found: Found, standing: dict[str, str]) -> str:

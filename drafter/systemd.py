@@ -2,13 +2,13 @@
 
 import contextlib
 import shlex
-import subprocess
 from pathlib import Path
 
 from drafter import config, process
-from drafter.errors import ConfigError, ResumableError
+from drafter.errors import ConfigError, StageError
 
 TAIL_LINES = 40
+JOURNAL_SECONDS = 60  # journalctl searches a big journal
 
 # What is asked of systemctl, before the unit's name.
 FORGIVE = ("reset-failed",)
@@ -33,14 +33,12 @@ REMEDIES = {  # by what systemctl or sudo says
 
 
 def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> str:
-    """Raises ConfigError when systemctl refuses (no right, no such unit)."""
+    """Raises ConfigError when systemctl refuses (no right, no such unit), ResumableError when it does not end."""
     line = [*server.systemctl, *arguments]
     try:
         done = process.run(line, timeout)
-    except FileNotFoundError:
-        raise ConfigError(f"no {line[0]} on this machine; set servers.<role>.systemctl or another kind") from None
-    except subprocess.TimeoutExpired:
-        raise ResumableError(f"{shlex.join(line)} has not come back after {timeout:.0f} s") from None
+    except process.NoProgram as error:
+        raise ConfigError(f"{error}; set servers.<role>.systemctl or another kind") from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
         remedy = next((remedy for words, remedy in REMEDIES.items() if words in said), "")
@@ -91,7 +89,10 @@ def stop(server: config.Server) -> None:
 
 def tail(server: config.Server) -> str:
     """The last lines of the unit's journal, of earlier starts too: `systemctl status` shows the latest one's only."""
-    return process.run(_journal(server), 60).stdout
+    try:
+        return process.run(_journal(server), JOURNAL_SECONDS).stdout
+    except StageError as error:  # what it is asked for is another error's message
+        return f"its journal cannot be read: {error}"
 
 
 def _journal(server: config.Server) -> list[str]:

@@ -118,7 +118,7 @@ def test_a_model_that_is_not_here_is_one_finding(load):
 
 
 def test_more_ranks_than_gpus_are_found(load, monkeypatch):
-    monkeypatch.setattr(preflight.gpu, "memory_used", lambda: {0: 5, 1: 5})
+    monkeypatch.setattr(preflight.gpu, "read", lambda: preflight.gpu.Memory({0: 5, 1: 5}))
     assert list(preflight.ranks(load("train.processes=2"))) == []
     assert list(preflight.ranks(load("train.processes=4"))) == [
         "train.processes: 4 ranks, and this machine has 2 GPUs"
@@ -127,7 +127,7 @@ def test_more_ranks_than_gpus_are_found(load, monkeypatch):
 
 @pytest.mark.parametrize(("visible", "hidden"), [("", None), ("0,1", None), ("1", "0"), ("GPU-58ca22cc", None)])
 def test_a_servers_gpu_that_the_environment_hides_is_found(load, monkeypatch, visible, hidden):
-    monkeypatch.setattr(preflight.gpu, "memory_used", lambda: {0: 5, 1: 5})
+    monkeypatch.setattr(preflight.gpu, "read", lambda: preflight.gpu.Memory({0: 5, 1: 5}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     wanted = [f"servers.*.gpus: CUDA_VISIBLE_DEVICES={visible} hides GPU {hidden}"] if hidden else []
     assert list(preflight.gpus(load("servers.evaluate.gpus=[0, 1]"))) == wanted

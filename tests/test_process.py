@@ -1,10 +1,13 @@
 """What counts as a live process."""
 
+import ast
 import subprocess
 import sys
 import time
 
-from drafter import process
+import pytest
+
+from drafter import config, process
 
 # Its first thread ends, another holds a port: as a process that was killed while it still gives back its memory.
 LEADERLESS = """
@@ -28,3 +31,38 @@ def test_a_process_lives_until_its_last_thread_is_gone():
     assert process.members(child.pid) == []  # dead, and not yet waited for
     assert child.wait() == -9
     child.stdout.close()
+
+
+@pytest.mark.parametrize("line", [["no-such-program"], ["/etc/hostname"], ["/bin/echo", "a\0b"]])
+def test_a_program_that_cannot_be_run_is_one_line_for_the_user(line):
+    """Seam M5: missing, forbidden, or an impossible command line."""
+    with pytest.raises(process.NoProgram, match=f"^{line[0]}: [^\n]+$"):
+        process.run(line)
+
+
+def test_a_command_that_does_not_end_is_killed_and_can_be_resumed_from(tmp_path):
+    """Seam M5"""
+    line = ["/bin/sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 60"]
+    with pytest.raises(process.TimedOut, match="has not ended after 0.5 s") as caught:
+        process.run(line, timeout=0.5)
+    assert caught.value.exit_code == 3
+    assert process.members(int((tmp_path / "pid").read_text())) == []
+
+
+def test_output_that_is_no_text_is_read():
+    """Seam M5"""
+    done = process.run(["/bin/sh", "-c", r"printf 'a\377b'; printf '\377' >&2"])
+    assert (done.stdout, done.stderr) == ("a�b", "�")
+
+
+def test_commands_are_run_to_their_end_by_one_runner_only():
+    """Seam M5: whoever calls subprocess otherwise starts a process that lives on, and none waits without a bound."""
+    running = {"run", "call", "check_call", "check_output", "getoutput", "Popen", "system", "popen"}
+    calls: dict[str, set[str]] = {}
+    for path in (config.ROOT / "drafter").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
+            if module in ("subprocess", "os") and node.attr in running:
+                calls.setdefault(path.stem, set()).add(node.attr)
+    assert calls.pop("process") == {"Popen"}
+    assert calls == {"server": {"Popen"}, "supervise": {"Popen"}, "writer": {"Popen"}}
