@@ -250,10 +250,7 @@ def units(run_config: config.Config) -> Iterator[str]:
         if Path(own.systemctl[0]).name == "sudo":
             for line in systemd.commands(own):
                 if process.run([line[0], "-l", *line[1:]], timeout=30).returncode:
-                    yield (
-                        f"servers.{role}: this user may not run {shlex.join(line)}; "
-                        "allow it in sudoers, see docs/operations.md"
-                    )
+                    yield f"servers.{role}: this user may not run {shlex.join(line)}; {systemd.INSTALL_RIGHTS}"
         # What changes nothing and takes the same right: sudo also lists what it would ask a password for.
         systemd.systemctl(own, *(systemd.START if server.alive(run_config, role) else systemd.STOP), own.unit)
 

@@ -1,6 +1,7 @@
 """The systemd units of servers, through systemctl with the prefix of the config (`sudo -n`)."""
 
 import contextlib
+import os
 import shlex
 from pathlib import Path
 
@@ -15,11 +16,15 @@ FORGIVE = ("reset-failed",)
 START = ("start", "--no-block")
 STOP = ("stop",)
 PROPERTIES = ("LoadState", "ActiveState", "Job", "NRestarts", "User", "Group", "UMask")
-SHOW = ("show", *(part for name in PROPERTIES for part in ("-p", name)))
+SHOW = ("show", "--no-pager", *(part for name in PROPERTIES for part in ("-p", name)))
+# On a terminal a pager would run with the rights of the prefix, root's, and can start a shell.
+NO_PAGER = {"SYSTEMD_PAGER": "", "SYSTEMD_PAGERSECURE": "1"}
 JOURNAL = ("--no-pager", "--no-hostname", "-n", str(TAIL_LINES), "-u")  # of journalctl
 
 ELSEWHERE = "systemd does not run here: set servers.<role>.kind to command, or run this on the host of the unit"
-NO_RIGHT = "this user needs the right to do so, see docs/operations.md (sudoers, servers.<role>.systemctl)"
+# After an update the rights of an older version may lack a line, or a word of one.
+INSTALL_RIGHTS = "install this version's configs/systemd/sudoers, see docs/operations.md"
+NO_RIGHT = f"this user needs the right to do so: {INSTALL_RIGHTS}, or set servers.<role>.systemctl"
 REMEDIES = {  # by what systemctl or sudo says
     "not been booted with systemd": ELSEWHERE,
     "Failed to connect to bus": ELSEWHERE,
@@ -36,7 +41,7 @@ def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> st
     """Raises ConfigError when systemctl refuses (no right, no such unit), ResumableError when it does not end."""
     line = [*server.systemctl, *arguments]
     try:
-        done = process.run(line, timeout)
+        done = process.run(line, timeout, env=os.environ | NO_PAGER)
     except process.NoProgram as error:
         raise ConfigError(f"{error}; set servers.<role>.systemctl or another kind") from None
     if done.returncode:
@@ -90,7 +95,7 @@ def stop(server: config.Server) -> None:
 def tail(server: config.Server) -> str:
     """The last lines of the unit's journal, of earlier starts too: `systemctl status` shows the latest one's only."""
     try:
-        return process.run(_journal(server), JOURNAL_SECONDS).stdout
+        return process.run(_journal(server), JOURNAL_SECONDS, env=os.environ | NO_PAGER).stdout
     except StageError as error:  # what it is asked for is another error's message
         return f"its journal cannot be read: {error}"
 

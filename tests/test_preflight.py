@@ -228,6 +228,21 @@ def test_a_right_that_is_listed_and_asks_for_a_password_is_found(load, machine, 
     assert finding.startswith("sudo -n systemctl stop vllm-test")
 
 
+def test_rights_of_an_older_version_are_named_with_the_file_to_install(load, machine, monkeypatch):  # noqa: F811
+    """Seam M10: sudoers without --no-pager."""
+    sudo = machine.units / "sudo"
+    sudo.write_text(
+        '#!/bin/sh\n[ "$1" != -l ] && shift && exec "$@"\ncase "$*" in *show*--no-pager*) exit 1;; esac\n'
+    )
+    sudo.chmod(0o755)
+    (machine.units / "vllm-test").touch()
+    monkeypatch.setenv("PATH", f"{machine.units}:{os.environ['PATH']}")
+    prefix = "servers.generate.systemctl=[sudo, -n, systemctl]"
+    (finding,) = found(load("servers.generate.kind=systemd", "servers.generate.unit=vllm-test", prefix))
+    assert "may not run sudo -n systemctl show --no-pager -p " in finding
+    assert finding.endswith("install this version's configs/systemd/sudoers, see docs/operations.md")
+
+
 # Who may write where: what preflight says is held against what two real users can do.
 
 WRITER, ME, COMMON = "daemon", 65534, 1  # daemon's own group is the common one

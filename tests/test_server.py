@@ -542,6 +542,25 @@ def test_a_journal_that_cannot_be_read_does_not_hide_that_the_server_died(
         server.up(run_config, "generate")
 
 
+def test_nothing_that_is_asked_of_systemd_opens_a_pager(role, machine, tmp_path):
+    """Seam M10: a pager runs with the rights of the prefix, root's, and can start a shell."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("systemctl", "journalctl"):
+        (programs / name).write_text(
+            f'#!/bin/sh\necho "$SYSTEMD_PAGER|$SYSTEMD_PAGERSECURE|$*" >> {tmp_path}/asked\n'
+        )
+        (programs / name).chmod(0o755)
+    own = role(kind="systemd", unit="vllm-test", systemctl=[str(programs / "systemctl")]).servers.generate
+    for ask in (systemd.is_active, systemd.restarts, systemd.start, systemd.stop, systemd.tail):
+        ask(own)
+    for line in (tmp_path / "asked").read_text().splitlines():
+        pager, secure, words = line.split("|")
+        assert (pager, secure) == ("", "1")
+        assert words.split()[0] in ("start", "stop", "reset-failed") or "--no-pager" in words.split()
+    assert all("--no-pager" in line for line in systemd.commands(own) if "show" in line or "journalctl" in line[0])
+
+
 ELSEWHERE, NO_RIGHT = "kind to command, or run this on the host of the unit", "needs the right .*docs/operations.md"
 
 
