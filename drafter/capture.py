@@ -7,6 +7,7 @@ What comes out has no final name yet.
 import asyncio
 import contextlib
 import json
+import os
 import re
 import secrets
 import time
@@ -135,7 +136,7 @@ class Capture:
         return dict(zip(batch, zip(parts, ids, strict=True), strict=True)), writer
 
     async def collect(self, sent: dict, writer: Path, asked: Asked) -> tuple[dict, dict[Item, RowError]]:
-        """Look until every file is there or given up: what was found, and what is late."""
+        """Look until every file is there or given up: what was found, and what is late. Raises ResumableError."""
         loop = asyncio.get_running_loop()
         waiting, found = dict(sent), {}
         started, pause, alive = time.monotonic(), 0.002, True
@@ -149,6 +150,8 @@ class Capture:
                 break
             if waited > 1:  # asked before the next look, which therefore sees the writer's last file
                 alive = states.is_locked(writer)
+                if os.statvfs(self.folder).f_flag & os.ST_RDONLY:  # then no report of a failed write comes either
+                    raise ResumableError(f"{self.folder} is read-only now; remount it and run the same command again")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.1)
         why = f"no file within {waited:.0f} s of the reply" if alive else "the server died before writing it"

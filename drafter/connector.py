@@ -292,12 +292,21 @@ def _announce(folder: Path) -> tuple[str, int]:
     """A file in `folder` that is locked while this process lives, and the descriptor that holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
-        if not states.is_locked(old):
-            old.unlink(missing_ok=True)
-    path = folder / f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return str(path), fd
+        _remove_unlocked(old)
+    while True:
+        path = folder / f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return str(path), fd
+        os.close(fd)  # another engine removed it before it was locked
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove the file of an engine that is gone, with its lock held: a new engine then sees that its own is lost."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,6 +22,7 @@ from drafter import states
 from drafter.client import Client
 from drafter.config import Config
 from drafter.errors import ContractError, ResumableError, RowError
+from drafter.stage import say
 from drafter.verifier import Verifier, read_verifier
 
 TOKENS = 256  # of a row that are compared: the server computes logits for each
@@ -73,7 +74,7 @@ class Probe:
         torch.set_num_threads(min(THREADS, torch.get_num_threads()))
         with_target = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._verifier = with_target.submit(_verifier, config)
-        self._reference = with_target.submit(load_reference, config.target.model)
+        self._reference = with_target.submit(load_reference, config.target.model, config.target.trust_remote_code)
         with_target.shutdown(wait=False)
 
     async def check(self, client: Client, rows: list[tuple[list[int], Path]]) -> Result:
@@ -117,8 +118,8 @@ class Probe:
                 actual = torch.tensor(ids[window.start + 1 : window.stop + 1])
                 differences.append((ours.gather(1, actual[:, None])[:, 0] - served[window]).abs())
                 hits.append(ours.argmax(dim=-1) == best[window])
-            if reference is not None:
-                distances.append(reference.distances(ids, captured))
+            if reference is not None and (distance := reference.distances(ids, captured)) is not None:
+                distances.append(distance)
         difference, hit = torch.cat(differences), torch.cat(hits)
         return Result(
             rows=len(rows),
@@ -168,32 +169,53 @@ class Reference:
 
     def __init__(self, model: torch.nn.Module):
         self.model = model.eval()
+        self._failed = False
 
     @torch.no_grad()
-    def distances(self, ids: list[int], captured: states.States) -> Tensor:
-        """Relative distance of each captured auxiliary layer from each layer's input: [A, N]."""
+    def distances(self, ids: list[int], captured: states.States) -> Tensor | None:
+        """Relative distance of each captured auxiliary layer from each layer's input: [A, N].
+
+        None from a model whose own code does not return its layers.
+        """
         ids = ids[:LAYER_TOKENS]
-        output = self.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
-        # The last of them has been through the final norm.
-        layers = torch.stack([state[0].float() for state in output.hidden_states[:-1]])
+        try:
+            output = self.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+            # The last of them has been through the final norm.
+            layers = torch.stack([state[0].float() for state in output.hidden_states[:-1]])
+        except Exception as error:  # code of the model's own raises anything
+            if not self._failed:
+                say("probe: the target's own code returns no layers (%r); the auxiliary ones are not compared", error)
+            self._failed = True
+            return None
         aux = captured.aux[: len(ids)].transpose(0, 1).float()
         return torch.stack([(layers - one).norm(dim=(1, 2)) / layers.norm(dim=(1, 2)) for one in aux])
 
 
 @functools.lru_cache(maxsize=1)
-def load_reference(model: Path) -> Reference | None:
+def load_reference(model: Path, trust_remote_code: bool = False) -> Reference | None:
     """None when the target is too large to load beside the server, or transformers cannot fill it from the folder."""
     if sum(path.stat().st_size for path in model.glob("*.safetensors")) > SMALL_BYTES:
         return None
+    try:
+        return _load(model, trust_remote_code)
+    except Exception as error:  # transformers, or the model's own code, raises anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        say("probe: transformers cannot load %s, its auxiliary layers are not compared (%s)", model, reason)
+        return None
+
+
+def _load(model: Path, trust_remote_code: bool) -> Reference | None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    outer = AutoConfig.from_pretrained(model)
+    outer = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     inner = outer.get_text_config()
     with tempfile.TemporaryDirectory() as folder:
         source = model if inner is outer else _unnested(model, inner, Path(folder))
-        loaded, found = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
+        )
     return None if found["missing_keys"] else Reference(loaded)
 
 

@@ -162,12 +162,14 @@ def serve(arena: mmap.mmap, pipe: Connection, threads: int, engine: int) -> None
     counting = threading.Lock()
 
     def one(region: int, file: File) -> None:
-        if os.getppid() == engine:  # what a dead one had sent is still in the pipe
-            write(arena, file)
-        with counting:
-            open_files[region] -= 1
-            if not open_files[region]:
-                pipe.send(region)
+        try:
+            if os.getppid() == engine:  # what a dead one had sent is still in the pipe
+                write(arena, file)
+        finally:  # whatever happened, the region's memory is needed again
+            with counting:
+                open_files[region] -= 1
+                if not open_files[region]:
+                    pipe.send(region)
 
     with ThreadPoolExecutor(threads) as pool:
         while (job := pipe.recv()) is not None:
@@ -180,12 +182,12 @@ def serve(arena: mmap.mmap, pipe: Connection, threads: int, engine: int) -> None
 
 def write(arena: mmap.mmap, file: File) -> None:
     """Check, write beside the part, rename; or leave the reason."""
-    arrays = {"token_ids": file.token_ids} | {
-        name: np.frombuffer(arena, dtype, math.prod(shape), offset).reshape(shape)
-        for name, (dtype, shape, offset) in file.arrays.items()
-    }
     own = file.part.with_suffix(".writing")
     try:
+        arrays = {"token_ids": file.token_ids} | {
+            name: np.frombuffer(arena, dtype, math.prod(shape), offset).reshape(shape)
+            for name, (dtype, shape, offset) in file.arrays.items()
+        }
         state_bytes.check(arrays)
         file.part.parent.mkdir(parents=True, exist_ok=True)
         state_bytes.write(own, arrays, file.facts)
@@ -193,10 +195,11 @@ def write(arena: mmap.mmap, file: File) -> None:
     except RowError as error:
         _report(file.part, {"reason": error.reason, "detail": error.detail})
     except OSError as error:
-        own.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a file system that became read-only this fails too
+            own.unlink(missing_ok=True)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         _report(file.part, {"reason": "disk_full" if full else "failed", "detail": str(error)})
-    except Exception as error:  # nobody looks at what a thread raises
+    except Exception as error:  # an exception in a thread would go unseen
         _report(file.part, {"reason": "failed", "detail": repr(error)})
 
 

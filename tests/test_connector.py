@@ -1,6 +1,7 @@
 """The connector's promises, kept without an engine: vLLM's class and ours over a cache that the tests fill."""
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from drafter import state_bytes, states
+from drafter import connector, state_bytes, states
 from tests import connector_rig
 from tests.connector_rig import params
 
@@ -243,6 +245,40 @@ def test_a_log_on_the_full_disk_keeps_neither_the_report_nor_the_queue(tmp_path,
         rig.finish(ids, params({tmp_path / "a.1.part": ids}, LAYERS), rig.fill(hidden))
         rig.drain()
     assert json.loads((tmp_path / "a.1.error").read_text())["reason"] == "disk_full"
+
+
+def test_a_file_that_can_neither_be_written_nor_removed_gives_its_memory_back(tmp_path):
+    """Seam M7: as on a file system that became read-only. The queue filled and kept the blocks."""
+    size = 32 * len(LAYERS) * HIDDEN * 2
+    rig = Rig(tmp_path, LAYERS, HIDDEN, longest=64, queue_gb=2 * size / 1e9, num_writer_threads=1)
+    for i in range(6):
+        ids, hidden = row(32, seed=i)
+        if i < 5:
+            (tmp_path / f"{i}.1.writing").mkdir()  # neither opened for writing nor unlinked
+        rig.finish(ids, params({tmp_path / f"{i}.1.part": ids}, LAYERS), rig.fill(hidden))
+    rig.drain()
+    assert not list(tmp_path.glob("[0-4].1.part"))
+    assert torch.equal(states.read_states(tmp_path / "5.1.part").final, hidden[:, -1])
+
+
+def test_engines_that_start_together_keep_each_others_lock_files(tmp_path, monkeypatch):
+    """Seam M13: the second one starts between the first one's file and its lock."""
+    flock, others = fcntl.flock, []
+
+    def second_starts_first(fd, operation):
+        if operation == fcntl.LOCK_EX and not others:
+            others.append(None)
+            others[0] = connector._announce(tmp_path)
+        flock(fd, operation)
+
+    (tmp_path / "dead").touch()
+    monkeypatch.setattr(fcntl, "flock", second_starts_first)
+    announced = [connector._announce(tmp_path), *others]
+    monkeypatch.undo()
+    assert {path.name for path in tmp_path.iterdir()} == {Path(name).name for name, _fd in announced}
+    assert len(announced) == 2 and all(states.is_locked(Path(name)) for name, _fd in announced)
+    for _name, fd in announced:
+        os.close(fd)
 
 
 def stopped(rig, parts, rows) -> set[str]:

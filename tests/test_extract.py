@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -841,6 +842,21 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(
     monkeypatch.setattr(state_bytes, "write", write)
     assert run.extract(capsys, engine.port)[0] == 0
     run.assert_exactly_the_rows()
+
+
+def test_a_file_system_that_became_read_only_is_named(run, engine, capsys, monkeypatch):
+    """Seam M7: no report can be written there, so the client blamed a file that did not come within 140 s."""
+    statvfs = os.statvfs
+
+    def remounted(path):
+        found = statvfs(path)
+        changed = {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
+        return types.SimpleNamespace(**changed | {"f_flag": found.f_flag | os.ST_RDONLY})
+
+    monkeypatch.setattr(capture, "FILE_SECONDS", 60)
+    engine.plan = lambda _body: monkeypatch.setattr(os, "statvfs", remounted) or "no file"
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 3 and f"{run.folder} is read-only now" in summary["error"]
 
 
 def test_a_server_that_dies_before_the_first_files_is_gone_not_wrong(run, engine, capsys):

@@ -1,5 +1,6 @@
 """The capture probe's own parts: its bars, and the model it compares layers with."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,42 @@ def test_a_target_that_cannot_be_filled_is_not_compared_with_random_layers(tmp_p
     del weights["model.layers.3.self_attn.o_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert probe.load_reference(folder) is None
+
+
+MODEL_CODE = """
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OddConfig(PretrainedConfig):
+    model_type = "odd"
+
+class OddModel(PreTrainedModel):
+    config_class = OddConfig
+"""
+
+
+def test_a_target_with_code_of_its_own_is_loaded_only_if_trusted_and_never_ends_the_stage(tmp_path, caplog):
+    """Seam M11: `ValueError: ... trust_remote_code`, "our bug", exit 1."""
+    caplog.set_level("INFO")
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    names = {"AutoConfig": "modeling_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": names}))
+    trace = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (folder / "modeling_odd.py").write_text(trace + MODEL_CODE)
+    assert probe.load_reference(folder) is None and not (tmp_path / "ran").exists()
+    assert "contains custom code" in caplog.text and "auxiliary layers are not compared" in caplog.text
+    caplog.clear()
+    assert probe.load_reference(folder, True) is None and (tmp_path / "ran").exists()  # no weights
+    assert "contains custom code" not in caplog.text and "auxiliary layers are not compared" in caplog.text
+
+
+def test_a_model_that_returns_no_layers_is_not_compared(tmp_path, caplog):
+    """Seam M11"""
+    caplog.set_level("INFO")
+    reference = probe.Reference(torch.nn.Linear(2, 2))
+    captured = states.States(torch.arange(3), torch.zeros(3, 2, 4), torch.zeros(3, 4), {})
+    assert reference.distances([1, 2, 3], captured) is None and reference.distances([1, 2, 3], captured) is None
+    assert caplog.text.count("returns no layers") == 1
 
 
 def test_the_head_is_computed_as_the_server_computes_it(tmp_path):
