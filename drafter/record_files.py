@@ -208,8 +208,8 @@ class _Array:
             except json.JSONDecodeError as error:
                 if len(self._buffer) - self._place > LINE_BYTES:
                     raise self._broken(self.line, f"an item longer than {LINE_BYTES // 2**20} MiB") from None
+                line = self.line + self._buffer.count("\n", self._place, error.pos)
                 if not self._more():
-                    line = self.line + self._buffer.count("\n", self._place, error.pos)
                     raise self._broken(line, error.msg.removesuffix(" at")) from None
             except RecursionError:
                 raise self._broken(self.line, "nested too deeply") from None

@@ -19,10 +19,7 @@ Placed = tuple[str, Any]  # file and line of a record, for messages, and the rec
 SUFFIXES = re.compile(r"\.(jsonl|ndjson|json|parquet)(\.(gz|bz2|xz|zst))?$")
 NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")  # train-00000-of-00005.parquet, as the hub names files
-SPLITS = {
-    "train": "train", "training": "train", "test": "test", "testing": "test",
-    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
-}  # fmt: skip
+SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"}
 BATCH = 1024  # records
 
 
@@ -45,19 +42,15 @@ def _there(source: Source) -> Path:
 
 
 def files_of(source: Source) -> list[Path]:
-    """A local source's files: the file itself, or of a folder the data files of `source.split`, by name.
+    """A local source's files: the file itself, or of a folder the data files of `source.split`.
 
-    File names show a split as the hub writes them (`train-00000-of-00002.parquet`) or as a word (`my_test.jsonl`).
+    Files are of a split where the hub's names say so: `train-00000-of-00002.parquet`, `train.jsonl`, `train/a.jsonl`.
+    Where none is, all are read.
     """
     path = _there(source)
-    if not path.is_dir():
-        return [path]
     found: dict[str | None, list[Path]] = {}
-    for file in sorted(path.rglob("*")):
-        inside = file.relative_to(path)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if SUFFIXES.search(file.name) and file.name not in NO_DATA and not hidden and file.is_file():
-            found.setdefault(_split_of(inside), []).append(file)
+    for file in _data_files(path):
+        found.setdefault(_split_of(file.relative_to(path)), []).append(file)
     wanted = SPLITS.get(source.split, source.split)
     if wanted in found or not found.keys() - {None}:
         return found.get(wanted, found.get(None, []))
@@ -68,14 +61,25 @@ def files_of(source: Source) -> list[Path]:
     )
 
 
+def _data_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return [
+        file
+        for file in sorted(path.rglob("*"))
+        if SUFFIXES.search(file.name)
+        and file.name not in NO_DATA
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and file.is_file()
+    ]
+
+
 def _split_of(path: Path) -> str | None:
+    """`path` is below the source's folder; empty for the source's only file."""
     if shard := SHARD.match(path.name):
         return SPLITS.get(shard[1], shard[1])
-    for part in (path.name, *reversed(path.parts[:-1])):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in SPLITS:
-                return SPLITS[word]
-    return None
+    words = [path.name.partition(".")[0], *reversed(path.parts[:-1])]
+    return next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), None)
 
 
 def describe(source: Source) -> str:
@@ -84,9 +88,14 @@ def describe(source: Source) -> str:
         return f"{source.hub}, split {source.split}"
     if _is_saved(_there(source)):
         return f"{source.path} (saved by `datasets`)"
-    files = files_of(source)
+    files, all_files = files_of(source), len(_data_files(source.path))
     form = f" ({record_files.form(files[0])})" if files else ""
-    return f"{source.path}{form}" if files == [source.path] else f"{source.path}, {len(files)} files{form}"
+    if files == [source.path]:
+        return f"{source.path}{form}"
+    chosen = (
+        f"{len(files)} of {all_files} files, split {source.split}" if len(files) < all_files else f"{all_files} files"
+    )
+    return f"{source.path}, {chosen}{form}"
 
 
 def state_of(source: Source) -> list:
