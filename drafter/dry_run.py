@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from drafter import artifacts, config, preflight, prompts
 from drafter.errors import StageError
+from drafter.model_folder import DEFAULT_MODEL
 from drafter.stage import read_taken
 
 UNITS: dict[config.StageName, str] = {
@@ -18,6 +19,10 @@ UNITS: dict[config.StageName, str] = {
 def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
     """The page, from what the stages' own `--dry-run` say. Raises ContractError on a broken manifest."""
     asked = [each["stage"] for each in plans if each["stage"] not in run_config.run.take]
+    if run_config.target.model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
+        yield f"run {run_config.run.name} in {run_config.run_dir}"
+        yield f"  the first run makes its target, {DEFAULT_MODEL}; without it nothing more is known"
+        return
     found = preflight.findings(run_config, asked)
     without_input = preflight.missing_inputs(run_config, asked).values()
     yield f"run {run_config.run.name} in {run_config.run_dir}"

@@ -63,8 +63,14 @@ class Pipeline:
 
     def run(self) -> int:
         """The recipe. Returns the exit code of the first stage that failed."""
-        first = None if state_path(self.config).exists() else self._checked()  # what cannot begin leaves nothing
-        with self.machine.claimed(), artifacts.locked(self.config.run_dir), self._machine_given_back():
+        with contextlib.ExitStack() as held:
+            held.enter_context(
+                self.machine.claimed()
+            )  # before any check: what another run does changes their answers
+            # A run that cannot begin leaves nothing, so its folder is locked only afterwards.
+            first = None if state_path(self.config).exists() else self._checked()
+            held.enter_context(artifacts.locked(self.config.run_dir))
+            held.enter_context(self._machine_given_back())
             worked = False
             for step in self.steps:
                 interrupts.check()
@@ -167,7 +173,7 @@ class Pipeline:
         if not asked or not self.plan(by_number["05"], "--smoke")["pending"]:
             return 0
         self.machine.only(None)
-        code, summary = self._watch(by_number["05"], None, "--smoke")
+        code, summary = self._watch(by_number["05"], "--smoke")
         self.state["smoke"] = summary.get("smoke")
         if code:
             self._finish("failed", summary.get("error"))
@@ -183,10 +189,9 @@ class Pipeline:
 
         self._note(step, status="running", started=started, seconds=before, exit_code=None)
         try:
-            role = None if self._is_past(step) else step.role
             if step.machine:
-                self.machine.only(role)
-            code, summary = self._watch(step, role)
+                self.machine.only(self._role(step))
+            code, summary = self._watch(step)
         except Interrupted:
             with only_logged("pipeline.json"):  # a full disk is no reason to forget why this ends
                 note("interrupted")
@@ -225,14 +230,15 @@ class Pipeline:
             line[1:1] = ["-m", "drafter.torchrun", "--standalone", "--nproc-per-node", ranks]
         return line
 
-    def _is_past(self, step: Step) -> bool:
-        """Whether the step is 01b and its deadline has passed: it sends nothing more, and needs no server."""
-        return step.number == "01b" and self.deadline is not None and time.time() >= self.deadline.at
+    def _role(self, step: Step) -> config.Role | None:
+        """The server a step needs; 01b none once its deadline has passed, since it sends nothing more."""
+        is_past = step.number == "01b" and self.deadline is not None and time.time() >= self.deadline.at
+        return None if is_past else step.role
 
-    def _watch(self, step: Step, role: config.Role | None, *verbs: str) -> tuple[int, dict]:
-        """Run a step beside the server of `role`; its exit code and summary."""
+    def _watch(self, step: Step, *verbs: str) -> tuple[int, dict]:
+        """Run a step beside its server; its exit code and summary."""
         log_file = self.config.run_dir / "logs" / f"{step.stage}.log"
-        return supervise.run(self.config, role, [*self._launch(step), *verbs], log_file)
+        return supervise.run(self.config, self._role(step), [*self._launch(step), *verbs], log_file)
 
     # The machine
 
@@ -366,13 +372,13 @@ def main(argv: list[str] | None = None) -> int:
                 trial.measure(run_config)
             print(plan.show(run_config, None, until and until.moment, arguments.next_time(args.done_by, now)))
             return 0
-        if run_config.target.model == model_folder.DEFAULT_MODEL:
-            default_model.ensure()
         if args.dry_run:
             from drafter import dry_run  # needs torch
 
             print("\n".join(dry_run.lines(run_config, pipeline.plans(pipeline.steps))))
             return 0
+        if run_config.target.model == model_folder.DEFAULT_MODEL:
+            default_model.ensure()
         code = pipeline.run()
     except BrokenPipeError:  # whoever reads has seen enough
         return 1

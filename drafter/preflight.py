@@ -1,15 +1,10 @@
 """Every check of every stage that can be made before the first: what is knowable at 19:00 must not fail at 04:00."""
 
-import grp
-import json
 import os
-import pwd
 import re
 import shlex
 import shutil
 import socket
-import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +12,8 @@ from typing import get_args
 from urllib.parse import urlsplit
 
 from drafter import (
-    artifacts,
     config,
+    engine,
     estimates,
     gpu,
     native,
@@ -27,61 +22,34 @@ from drafter import (
     rates,
     readiness,
     server,
+    sharing,
     systemd,
     verifier,
 )
 from drafter.artifacts import size
 from drafter.comparison import NONE, RUN, WARM_START
 from drafter.errors import ConfigError, StageError
-from drafter.launch import command
 
-ENGINE = "engine.json"  # what the installed vLLM said about this target
-
-# Asked in the server's own interpreter, since that may be another environment.
-ASK_ENGINE = """
-import contextlib, json, sys
-import vllm
-try:
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.interfaces import supports_eagle3
-    known = sys.argv[1] in ModelRegistry.get_supported_archs()
-    answer = known and bool(supports_eagle3(ModelRegistry._try_load_model_cls(sys.argv[1])))
-except (ImportError, AttributeError):
-    answer = None  # these are not vLLM's public names: one that lacks them cannot be asked, and may well be right
-refused = {}
-with contextlib.suppress(ImportError):
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:
-        from vllm.entrypoints.openai.cli_args import make_arg_parser  # before 0.32
-    class Refused(Exception):
-        pass
-    class Parser(FlexibleArgumentParser):
-        def error(self, message):
-            raise Refused(message)
-    parser = make_arg_parser(Parser())
-    for role, flags in json.loads(sys.argv[2]).items():
-        try:
-            parser.parse_args(flags)
-        except Refused as error:
-            refused[role] = str(error)
-print(json.dumps({"eagle3": answer, "refused": refused}))
-"""
 CONTEXT = {"generate": "generate.max_tokens", "extract": "target.max_seq_len", "evaluate": "acceptance.max_tokens"}
 
 Check = Callable[[config.Config], Iterable[str]]
 
 
-def findings(run_config: config.Config, stages: Iterable[config.StageName]) -> dict[str, config.StageName]:
-    """What would stop one of these stages later, one line each, with the first that it would stop."""
+def findings(
+    run_config: config.Config, stages: Iterable[config.StageName], keep: bool = False
+) -> dict[str, config.StageName]:
+    """What would stop one of these stages later, one line each, with the first that it would stop.
+
+    Changes nothing, but for the engine's answers, which are kept with `keep`.
+    """
     stages = [name for name in config.STAGES if name in set(stages)]
     found = missing_inputs(run_config, stages)
     for needed_by, check in CHECKS:
         stopped = next((name for name in stages if name in needed_by), None)
         if stopped:
             try:
-                for line in check(run_config):
+                made = check(run_config, keep) if check is engine.check else check(run_config)
+                for line in made:
                     found.setdefault(line, stopped)
             except (StageError, OSError) as error:
                 found.setdefault(str(error), stopped)
@@ -188,39 +156,6 @@ def training(run_config: config.Config) -> Iterator[str]:
     yield from ()
 
 
-def engine(run_config: config.Config) -> Iterator[str]:
-    """The installed vLLM can draft for this kind of model, and knows the flags of the roles that it serves.
-
-    Asked once a run, since importing vLLM takes long.
-    """
-    own = run_config.servers.evaluate
-    if own.kind != "command":
-        return
-    architecture, kept = run_config.target.architecture.name, run_config.run_dir / ENGINE
-    roles = {role: getattr(run_config.servers, role) for role in get_args(config.Role)}
-    flags = {
-        role: command(run_config, role)[3:]
-        for role, other in roles.items()
-        if other.kind == "command" and other.python == own.python
-    }
-    question = {"python": own.python or sys.executable, "architecture": architecture, "flags": flags}
-    answer = artifacts.read_note(kept)
-    if "eagle3" not in answer or {key: answer.get(key) for key in question} != question:
-        line = [question["python"], "-c", ASK_ENGINE, architecture, json.dumps(flags)]
-        done = process.run(line, timeout=300, env=server.environment(own))
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-            yield f"servers.evaluate: {question['python']} cannot import vLLM: {last[0]}"
-            return
-        answer = question | json.loads(done.stdout.splitlines()[-1])
-        if run_config.run_dir.exists():
-            artifacts.write_json(kept, answer)
-    if answer["eagle3"] is False:
-        yield f"this vLLM knows no EAGLE-3 drafter for {architecture}; Kimi needs {native.MIN_ENGINE} or newer"
-    for role, why in answer.get("refused", {}).items():
-        yield f"servers.{role}.args: vLLM refuses them: {why}"
-
-
 def versions(run_config: config.Config) -> Iterator[str]:
     native.check_engine(run_config)
     yield from ()
@@ -242,7 +177,11 @@ def ports(run_config: config.Config) -> Iterator[str]:
 
 
 def units(run_config: config.Config) -> Iterator[str]:
-    """The units are installed, and this user may start and stop them as configured."""
+    """The units are installed, and sudo lets this user start, stop and read them as configured.
+
+    Nothing is started or stopped to find out. What sudo lists may still ask for a password, which only running it
+    would show.
+    """
     for role in get_args(config.Role):
         own = getattr(run_config.servers, role)
         if own.kind != "systemd":
@@ -251,80 +190,11 @@ def units(run_config: config.Config) -> Iterator[str]:
             for line in systemd.commands(own):
                 if process.run([line[0], "-l", *line[1:]], timeout=30).returncode:
                     yield f"servers.{role}: this user may not run {shlex.join(line)}; {systemd.INSTALL_RIGHTS}"
-        # What changes nothing and takes the same right: sudo also lists what it would ask a password for.
-        systemd.systemctl(own, *(systemd.START if server.alive(run_config, role) else systemd.STOP), own.unit)
-
-
-def shared_folder(run_config: config.Config) -> Iterator[str]:
-    """Where the extract unit's user is to write, and that this user may rename and delete what that one writes."""
-    own, states = run_config.servers.extract, run_config.stage_dir("02_hidden_states")
-    if own.kind != "systemd" or missing(run_config.run.dir):
-        return
-    if own.link and (absent := missing(own.link)):
-        if absent != run_config.run.dir:  # else it is made before
-            yield f"servers.extract.link: {absent} does not exist"
-    elif own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
-        yield f"servers.extract.link: {own.link} cannot be made a link; move away what is there, or chmod its folder"
-    yield from sharing(states, own.unit, systemd.properties(own))
-
-
-def sharing(folder: Path, unit: str, properties: dict[str, str]) -> Iterator[str]:
-    """The same for the folder the unit writes in, which this user makes if need be; `properties` are systemd's."""
-    try:
-        writer = pwd.getpwnam(properties.get("User") or "root")
-        group = grp.getgrnam(properties["Group"]).gr_gid if properties.get("Group") else writer.pw_gid
-    except KeyError as error:
-        yield f"{unit}: {error.args[0]}"  # name not found
-        return
-    if writer.pw_uid == os.getuid():
-        return
-    there = folder
-    while not there.exists():
-        there = there.parent
-    made = there.stat() if there == folder else _would_make(there)
-    name, mine = writer.pw_name, (os.getgid(), *os.getgroups())
-    theirs = (group, *os.getgrouplist(name, writer.pw_gid))
-    way = f"make {there} a folder of a group that both users are in, mode 2775, and start with umask 002"
-
-    def writer_may(need: int, found: os.stat_result) -> bool:
-        return writer.pw_uid == 0 or _grants(
-            need, found.st_mode, found.st_uid == writer.pw_uid, found.st_gid in theirs
-        )
-
-    if not writer_may(0o3, made) or not all(writer_may(0o1, above.stat()) for above in (there, *there.parents)):
-        yield f"{unit} runs as {name}, who could not write in {folder}: {way}"
-    # What is made inside takes the folder's group where that has the setgid bit, else the writer's.
-    inside = made.st_gid if made.st_mode & stat.S_ISGID else group
-    umask = int(properties.get("UMask") or "0022", 8)
-    if os.getuid() and not _grants(0o7, 0o777 & ~umask, False, inside in mine):
-        fault = "set UMask=0002 in the unit" if inside in mine else way
-        yield f"{unit} runs as {name}, and this user could not rename or delete what it writes: {fault}"
-
-
-def _would_make(folder: Path) -> os.stat_result:
-    """What a new folder in there is like: the umask, the mode and the defaults from above."""
-    trial = folder / f".preflight.{os.getpid()}"
-    trial.mkdir()
-    try:
-        return trial.stat()
-    finally:
-        trial.rmdir()
-
-
-def _grants(need: int, mode: int, owner: bool, group: bool) -> bool:
-    """Whether a folder of this mode grants `need` (1 pass through, 2 change names, 4 list)."""
-    bits = mode >> 6 if owner else mode >> 3 if group else mode
-    return bits & need == need
-
-
-def missing(path: Path) -> Path | None:
-    """What would have to be made first for a folder or file to be made there."""
-    absent = [above for above in path.absolute().parents if not above.exists()]
-    return absent[-1] if absent else None
+        systemd.properties(own)
 
 
 def folders(run_config: config.Config) -> Iterator[str]:
-    if absent := missing(run_config.run.dir):
+    if absent := sharing.missing(run_config.run.dir):
         yield f"run.dir: {absent} does not exist; make it, or mount what belongs there"
         return
     folder = run_config.run_dir
@@ -357,7 +227,7 @@ def space(run_config: config.Config) -> Iterator[str]:
     platform = rates.profile(rates.default_profile(run_config))
     known = rates.measured_or(run_config, platform)
     asked = estimates.conversations_asked(run_config)
-    if asked is None or missing(run_config.run.dir):
+    if asked is None or sharing.missing(run_config.run.dir):
         return
     parts = estimates.estimate(run_config, known, estimates.sizes(run_config, platform), asked)
     free, needed = plan.disk_left(run_config), estimates.disk(parts)
@@ -396,7 +266,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("01b_synthetic",), sources),
     (("04_train", "05_export", "06_acceptance"), reference),
     (SERVED, units),
-    (("02_hidden_states",), shared_folder),
+    (("02_hidden_states",), sharing.shared_folder),
     (SERVED, ports),
     (SERVED, servers),
     (("02_hidden_states",), memory),
@@ -406,12 +276,12 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("06_acceptance",), versions),
     (("06_acceptance",), drafting),
     (("06_acceptance",), budget),
-    (("06_acceptance",), engine),
+    (("06_acceptance",), engine.check),
     (("02_hidden_states",), space),
 )
 
 
 def check(run_config: config.Config, stages: Iterable[config.StageName]) -> None:
-    """Raises ConfigError with every finding."""
-    if found := missing_inputs(run_config, list(stages)) or findings(run_config, stages):
+    """Before a real run. Raises ConfigError with every finding."""
+    if found := missing_inputs(run_config, list(stages)) or findings(run_config, stages, keep=True):
         raise ConfigError("before anything is started: " + "; ".join(found))

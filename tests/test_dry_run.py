@@ -71,6 +71,15 @@ def test_lines_that_cannot_be_used_are_named_and_stop_nothing(monkeypatch, tmp_p
     assert lines[-1] == "nothing is known that would stop it"
 
 
+def test_the_default_model_is_not_made_by_a_dry_run_and_not_missing(monkeypatch, tmp_path):
+    """Seam H4: it was converted first, 270 MB."""
+    monkeypatch.setattr(dry_run, "DEFAULT_MODEL", tmp_path / "model")
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", f"target.model={tmp_path / 'model'}"])
+    _, line = dry_run.lines(run, plans(_01b_synthetic={"findings": ["no model"]}))
+    assert line == f"  the first run makes its target, {tmp_path}/model; without it nothing more is known"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_nobody_can_know_offline_is_a_note_and_no_finding(monkeypatch, tmp_path):
     note = {"pending": 1, "findings": [], "notes": ["the hub has it"]}
     lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic=note))

@@ -755,8 +755,11 @@ def made(tmp_path, model, monkeypatch):
 
 
 def test_two_runs_that_share_a_unit_refuse_each_other_by_name_and_leave_the_machine_alone(made, monkeypatch):
-    """R02: the second would stop the first one's server, and give back what is not its own to give."""
-    monkeypatch.setattr(pipeline.Pipeline, "_preflight", lambda _: None)
+    """R02: the second would stop the first one's server, and give back what is not its own to give.
+
+    Seam H4: it is refused before its checks, whose answers the first one changes.
+    """
+    monkeypatch.setattr(pipeline.Pipeline, "_preflight", lambda _: pytest.fail("checked before the claim"))
     unit = ["servers.generate.kind=systemd", "servers.generate.unit=vllm-team"]
     first, second = made(*unit, "run.name=first"), made(*unit, "run.name=second")
     with first.machine.claimed():
