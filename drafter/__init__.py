@@ -1,5 +1,6 @@
 """Turn a served reasoning model into a better EAGLE-3 drafter, overnight."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -30,3 +31,8 @@ def _without_packages(kind, error, trace) -> None:
 
 if OURS:
     sys.excepthook = _without_packages
+
+if "DRAFTER_PARENT" in os.environ:  # here, because what a stage imports next takes seconds
+    from drafter.process import follow_parent
+
+    follow_parent()

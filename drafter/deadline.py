@@ -52,3 +52,11 @@ def is_settled(manifest: dict[str, Any] | None, pending: int, wanted: Deadline |
     """
     ended = ended_at(manifest or {})
     return ended is not None and pending <= manifest.get("pending", 0) and (wanted is None or wanted.at <= ended)
+
+
+def left_undone(manifest: dict[str, Any] | None, pending: int, wanted: Deadline | None) -> str:
+    """What to show of requests that a deadline left and that this call does not ask for; empty where there are none."""
+    if not pending or not is_settled(manifest, pending, wanted):
+        return ""
+    ended = datetime.fromtimestamp(ended_at(manifest))
+    return f"{pending:,} requests left by the deadline {ended:%a %H:%M}; a later --deadline sends them"

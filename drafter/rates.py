@@ -41,6 +41,10 @@ EXPORT_SECONDS = Range(3, 7, 20)  # imports, and the logits of two rows
 EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # of 6 a parameter: fp32 is read, bf16 written
 
 
+# Rates that a profile gives where nothing was measured; the others follow from these.
+OF_PROFILE = frozenset({"generate", "extract", "train", "answer_tokens", "row_tokens"})
+
+
 @dataclass(frozen=True)
 class Profile:
     """A platform, from a file in `configs/profiles`. Rates are Ranges."""
@@ -90,7 +94,8 @@ class Rates:
     row_tokens: Range  # what is read and trained on, the prompt included
     evaluate: Range  # prompts a second of 06, under its first cell
     export: Range  # seconds of 05
-    sources: dict[str, str]
+    sources: dict[str, str]  # where each rate comes from, to be shown
+    measured: frozenset[str] = frozenset()  # the rates that earlier runs of this machine gave
     trial: bool = False  # the untrained warm start is served before the night
 
 
@@ -107,9 +112,7 @@ def of_profile(run_config: config.Config, platform: Profile) -> Rates:
         row_tokens=answer + exactly(platform.prompt_tokens),
         evaluate=_evaluate(run_config, platform, platform.generate_tokens_per_s),
         export=EXPORT_SECONDS + exactly(platform.model["drafter_parameters"] * 6).over(EXPORT_BYTES_PER_S),
-        sources=dict.fromkeys(
-            ("generate", "extract", "train", "answer_tokens", "row_tokens"), f"profile {platform.title}"
-        )
+        sources=dict.fromkeys(OF_PROFILE, f"profile {platform.title}")
         | {"evaluate": "counted from generate", "export": "counted from the drafter's size"},
     )
 
@@ -141,10 +144,12 @@ def mean_when_cut(mean: float, cut_at: float) -> float:
 def measured_or(run_config: config.Config, platform: Profile) -> Rates:
     """Measured where an earlier run of the same target on this machine left a manifest, else the platform's."""
     rates = dataclasses.replace(of_profile(run_config, platform), trial=_to_be_tried(run_config))
-    for name, (value, run) in _measured(run_config).items():
+    measured = _measured(run_config)
+    for name, (value, run) in measured.items():
         spread = Range(0.8 * value, value, 1.25 * value)
         rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
-    if not rates.sources["evaluate"].startswith("measured"):
+    rates = dataclasses.replace(rates, measured=frozenset(measured))
+    if "evaluate" not in rates.measured:
         rates = dataclasses.replace(rates, evaluate=_evaluate(run_config, platform, rates.generate))
     return rates
 

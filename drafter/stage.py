@@ -247,7 +247,6 @@ def run(
     interrupts.listen(*interrupts.wanted())
     stage: Stage | None = None
     try:
-        process.follow_parent()
         args = arguments.parse_args(argv)
         stage = Stage(name, config.load(args.config, args.overrides), args)
         summary, code = body(stage), 0

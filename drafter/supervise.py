@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def run(run_config: config.Config, role: config.Role | None, line: list[str], lo
     """
     # Another's server is the stage's to wait for, and nobody's to restart.
     ours = role and getattr(run_config.servers, role).kind != "external"
-    keeper = Keeper(run_config, role, log_file) if ours else None
+    keeper = Keeper(run_config, role) if ours else None
     try:
         while True:
             code, summary = _watch(line, log_file, keeper)
@@ -47,12 +48,17 @@ def run(run_config: config.Config, role: config.Role | None, line: list[str], lo
 class Keeper:
     """The server of a stage: whether it lives and its engine answers; restarted at most `restarts` times."""
 
-    def __init__(self, run_config: config.Config, role: config.Role, log_file: Path):
-        self.config, self.role, self.log_file = run_config, role, log_file
+    def __init__(self, run_config: config.Config, role: config.Role):
+        self.config, self.role = run_config, role
         self.settings: config.Server = getattr(run_config.servers, role)
         self.repairs = 0
         self.looked = time.monotonic()
-        self.pulse = Pulse(run_config, role, log_file)
+        self.last_output = 0.0  # when the stage last wrote a line
+        self.pulse = Pulse(run_config, role, lambda: self.last_output)
+
+    def hear(self) -> None:
+        """The stage wrote a line."""
+        self.last_output = time.time()
 
     def trouble(self) -> Unready | None:
         """What is wrong with the server, if anything."""
@@ -84,18 +90,18 @@ class Keeper:
                 break
             except ResumableError as error:
                 trouble = Unready(Cause.UNKNOWN, f"did not come back ({error})")
-        self.pulse = Pulse(self.config, name, self.log_file)
+        self.pulse = Pulse(self.config, name, lambda: self.last_output)
 
 
 class Pulse:
     """Asks the engine for a completion now and then, in a thread: an API can be healthy over one that hangs.
 
-    A busy server may let it wait in its queue, so it is `sick` only when the stage's log stands still as well; one
+    A busy server may let it wait in its queue, so it is `sick` only when the stage writes no line either; one
     that does not even accept a request may be starting again by itself, and has `start_minutes`.
     """
 
-    def __init__(self, run_config: config.Config, role: config.Role, log_file: Path):
-        self.config, self.role, self.log_file = run_config, role, log_file
+    def __init__(self, run_config: config.Config, role: config.Role, last_output: Callable[[], float]):
+        self.config, self.role, self.last_output = run_config, role, last_output
         self.settings: config.Server = getattr(run_config.servers, role)
         self.sick: Unready | None = None
         self._over = threading.Event()
@@ -116,8 +122,7 @@ class Pulse:
             if reason is None:
                 well = now
                 continue
-            with contextlib.suppress(OSError):
-                well = max(well, self.log_file.stat().st_mtime)
+            well = max(well, self.last_output())
             if now - well > (patience if reason.cause is Cause.HANGS else self.settings.start_minutes * 60):
                 self.sick = reason
                 return
@@ -125,10 +130,11 @@ class Pulse:
 
 def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int, dict]:
     """Run a stage's command to its end; the stage waits through an outage while its server is repaired."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
     log.info("%s: %s", log_file.stem, shlex.join(line))
-    with contextlib.suppress(OSError), open(log_file, "a") as kept:
-        kept.write(f"{datetime.now():%H:%M:%S} {BEGINS}{shlex.join(line)}\n")
+    with contextlib.suppress(OSError):  # the reader below reports it
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_file, "a") as kept:
+            kept.write(f"{datetime.now():%H:%M:%S} {BEGINS}{shlex.join(line)}\n")
     said: list[bytes] = []
     readers: list[threading.Thread] = []
     stage: subprocess.Popen | None = None
@@ -143,7 +149,7 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
                 start_new_session=True,
             )
         readers = [
-            threading.Thread(target=_copy_lines, args=(stage.stderr, log_file), daemon=True),
+            threading.Thread(target=_copy_lines, args=(stage.stderr, log_file, keeper and keeper.hear), daemon=True),
             threading.Thread(target=lambda: said.extend(stage.stdout), daemon=True),
         ]
         for reader in readers:
@@ -181,15 +187,30 @@ def _ask_to_stop(stage: subprocess.Popen, stop: BaseException) -> None:
     process.send([each["pid"] for each in family if process.lives(each)], signal.SIGKILL)
 
 
-def _copy_lines(source, log_file: Path) -> None:
-    """Show a stage's talk as it comes, and keep it.
+def _copy_lines(source: Iterable[bytes], log_file: Path, heard: Callable[[], None] | None = None) -> None:
+    """Show a stage's output as it comes, and keep it in its log.
 
-    On a full disk or without a terminal it is lost, but read on: a stage that nobody reads would stand still.
+    Where the log or the terminal cannot be written, that is reported once and the reading goes on: a stage whose
+    output is not read stops at a full pipe.
     """
-    with open(log_file, "ab", buffering=0) as kept:
+    fault: OSError | None = None
+    reported = False
+    with contextlib.ExitStack() as files:
+        try:
+            kept = files.enter_context(open(log_file, "ab", buffering=0))
+        except OSError as error:
+            kept, fault = None, error
         for line in source:
-            with contextlib.suppress(OSError):
-                kept.write(line if line.endswith(b"\n") else line + b"\n")
+            if heard:
+                heard()
+            try:
+                if kept:
+                    kept.write(line if line.endswith(b"\n") else line + b"\n")
+            except OSError as error:  # tried again with the next line: a disk may have room again
+                fault = error
+            if fault and not reported:
+                log.info("%s cannot be written (%s); the stage's output is only shown", log_file, fault.strerror)
+                reported = True
             with contextlib.suppress(OSError):
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()

@@ -24,7 +24,6 @@ def main(arguments: list[str]) -> int:
     args.signals_to_handle = "SIGQUIT"  # the others are ours
     for signum in interrupts.wanted():
         signal.signal(signum, _forward)
-    process.follow_parent()
     os.environ |= process.parent_here()  # ranks are in sessions of their own
     try:
         run.run(args)

@@ -481,6 +481,50 @@ def test_a_log_on_a_full_disk_does_not_stop_the_reading(capfd):
     assert next(lines, None) is None and capfd.readouterr().err == "one\ntwo\n"
 
 
+@pytest.mark.parametrize("place", ["log", "logs"])
+def test_a_log_that_cannot_be_opened_stops_no_stage_and_is_reported_once(night, place):
+    """Seam M3: nobody read the stage's output any more; it blocked at 64 KiB, and the pipeline waited for ever."""
+    blocked = night.run_dir / ("logs/05_export.log/folder" if place == "log" else "logs")
+    blocked.parent.mkdir(parents=True)
+    blocked.mkdir() if place == "log" else blocked.touch()
+    code, _, err = night.run("--only", "05", _05_export="talks")
+    assert code == 0 and night.done() == ["05_export"], err[-2000:]
+    assert err.count("line ") == 3000 and err.count("05_export.log cannot be written (") == 1
+
+
+def test_a_server_is_not_taken_for_hanging_while_its_stage_writes_lines_that_no_log_keeps(capfd):
+    """Seam M3: progress was the log's time of change."""
+    heard = []
+    supervise._copy_lines(iter([b"one\n", b"two\n"]), Path("/dev/full"), lambda: heard.append(1))
+    assert len(heard) == 2 and capfd.readouterr().err.endswith("one\ntwo\n")
+
+
+@pytest.mark.parametrize("asked", ["the stages", "the engine"])
+def test_what_a_killed_pipeline_has_asked_does_not_outlive_it(night, asked):
+    """Seam K6"""
+    if asked == "the engine":
+        mark, night.preflight = night.folder / "mark", True
+        package = night.folder / "packages/vllm"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(
+            f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+        )
+        night.overrides.append(f"servers.evaluate.env={{PYTHONPATH: {package.parent}}}")
+        night.overrides.append(f"servers.evaluate.python={sys.executable}")
+        running = night.start()
+    else:
+        mark = night.run_dir / "01b_synthetic/pondering"
+        running = night.start("--dry-run", **{f"_{name}": "ponders" for name in STAGES})
+    wait_for(mark)
+    children = [process.identity(pid) for pid in process.descendants(running.pid)]
+    running.kill()
+    running.communicate()
+    assert children
+    for child in children:
+        while process.lives(child):
+            time.sleep(0.05)
+
+
 def test_a_log_says_where_each_call_begins_on_a_line_of_its_own(tmp_path):
     for said in ("4/16 rows", "6/16 rows"):
         supervise._watch(["/bin/sh", "-c", f"printf '19:00:00 {said}, torn' >&2"], tmp_path / "x.log", None)

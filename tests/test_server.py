@@ -214,7 +214,7 @@ def test_a_reply_that_drips_is_a_hang_within_the_time_of_one_answer(dripping, pa
 
 def test_the_pulse_of_a_dripping_server_stops(dripping, tmp_path):
     """R01"""
-    pulse = supervise.Pulse(dripping("/v1/completions", "body", hang_minutes=0.005), "generate", tmp_path / "log")
+    pulse = supervise.Pulse(dripping("/v1/completions", "body", hang_minutes=0.005), "generate", lambda: 0.0)
     while pulse.sick is None:
         time.sleep(0.05)
     assert pulse.sick.cause is Cause.HANGS
@@ -230,7 +230,7 @@ def test_a_reworded_sentence_changes_no_decision(dripping, tmp_path, monkeypatch
         return found and readiness.Unready(found.cause, "other words")
 
     monkeypatch.setattr(readiness, "missing", reworded)
-    pulse = supervise.Pulse(run_config, "generate", tmp_path / "log")
+    pulse = supervise.Pulse(run_config, "generate", lambda: 0.0)
     while pulse.sick is None:
         time.sleep(0.05)
     assert pulse.sick == readiness.Unready(Cause.HANGS, "other words")
@@ -250,7 +250,7 @@ def test_the_health_thread_goes_on_after_an_unforeseen_error(dripping, tmp_path,
         return real(*arguments)
 
     monkeypatch.setattr(server, "missing", failing)
-    pulse = supervise.Pulse(run_config, "generate", tmp_path / "log")
+    pulse = supervise.Pulse(run_config, "generate", lambda: 0.0)
     while pulse.sick is None:
         time.sleep(0.05)
     assert pulse.sick.cause is Cause.HANGS and not failures

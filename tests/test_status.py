@@ -115,6 +115,24 @@ def test_a_stage_that_was_finished_by_hand_is_no_longer_the_runs_failure(run_con
     assert "run smollm2_cpu: not complete" in (shown := text(run_config)) and "error" not in shown
 
 
+@pytest.mark.parametrize("by_pipeline", [True, False])
+def test_a_failure_whose_input_was_made_again_since_is_no_longer_shown(run_config, state, by_pipeline):
+    """Seam U6: 04 missed a states file, `--only 02` made it, and status went on naming the file."""
+    error = "a57b.safetensors is missing; 02_extract_hidden_states.py makes it again"
+    made, failed, repaired = (f"2026-11-30T0{hour}:00:00+00:00" for hour in (1, 2, 3))
+    if by_pipeline:
+        ended = datetime.fromisoformat(failed).timestamp()
+        stages = {"04_train": {"status": "failed", "started": ended - 60, "ended": ended, "exit_code": 1}}
+        state(status="failed", stage="04_train", stages=stages, error=error)
+    by_hand(run_config, "02_hidden_states", updated=made)
+    by_hand(run_config, "04_train", status="failed", error=error, updated=failed)
+    shown = text(run_config)
+    assert f"last error: {error}" in shown and ("run smollm2_cpu: failed" in shown) == by_pipeline
+    by_hand(run_config, "02_hidden_states", updated=repaired)
+    assert "run smollm2_cpu: not complete" in (shown := text(run_config)) and "error" not in shown
+    assert "04_train          begun" in shown and "No drafter yet" not in report.page(Found(run_config))
+
+
 def test_a_call_is_not_told_by_what_an_earlier_one_said(run_config, state):
     stages = {"01b_synthetic": {"status": "running", "started": time.time() - 60, "seconds": 240}}
     state(stage="01b_synthetic", stages=stages)

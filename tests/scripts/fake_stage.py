@@ -1,10 +1,10 @@
 """A stage for the tests: does as FAKE_STAGE says, else nothing at all, and remembers that it is done.
 
-FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), resumable (exit 3), killed (SIGKILL), server (works until its
-server has been restarted), lost (until its server is being restarted, then fails), outage (exit 3, until its server
-has been restarted), forever (until a signal; then saves a second), knows (its --dry-run refuses the config), ponders
-(its --dry-run takes long), redo (its plan refuses to replace finished files without --redo), late (ends by its
-deadline, with a request left).
+FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), talks (200 KiB), resumable (exit 3), killed (SIGKILL),
+server (works until its server has been restarted), lost (until its server is being restarted, then fails), outage
+(exit 3, until its server has been restarted), forever (until a signal; then saves a second), knows (its --dry-run
+refuses the config), ponders (its --dry-run takes long), redo (its plan refuses to replace finished files without
+--redo), late (ends by its deadline, with a request left).
 """
 
 import json
@@ -39,6 +39,9 @@ def body(this: stage.Stage) -> dict:
         server.check(this.config, role)
     if fake == "fail":
         raise ContractError("the states are wrong")
+    if fake == "talks":
+        for number in range(3000):
+            print("line", number, "x" * 60, file=sys.stderr)
     if fake == "killed":
         os.kill(os.getpid(), 9)
     if fake == "resumable":
