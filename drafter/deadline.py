@@ -55,7 +55,7 @@ def is_settled(manifest: dict[str, Any] | None, pending: int, wanted: Deadline |
 
 
 def left_undone(manifest: dict[str, Any] | None, pending: int, wanted: Deadline | None) -> str:
-    """What to show of requests that a deadline left and that this call does not ask for; empty where there are none."""
+    """What to show of the requests that a deadline left and this call does not ask for; empty without any."""
     if not pending or not is_settled(manifest, pending, wanted):
         return ""
     ended = datetime.fromtimestamp(ended_at(manifest))
