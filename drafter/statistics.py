@@ -4,6 +4,7 @@ Acceptance length is a ratio of sums: 1 + accepted / steps. Requests of one prom
 than two drafters do on the same prompt, so a comparison resamples prompts and takes both drafters along.
 """
 
+import math
 from statistics import NormalDist
 
 import numpy as np
@@ -14,6 +15,8 @@ VERDICT_CONFIDENCE = 0.99  # of a difference: several are looked at each night, 
 MIN_PROMPTS = 20  # with fewer, intervals from a bootstrap are too narrow to show anything
 
 BETTER, WORSE, UNDECIDED = "better", "worse", "no difference shown"
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)
 
 Tallies = np.ndarray  # [prompts, 2]: steps that had a draft, tokens accepted
 
@@ -85,9 +88,31 @@ def _resampled(groups: list[Tallies], seed: int) -> list[np.ndarray]:
 
 
 def _quantiles(values: np.ndarray, confidence: float, count: int) -> tuple[float, float]:
-    """Percentile interval of resampled values, widened as Student's t is: a sample of `count` looks too even."""
-    z, freedom = NormalDist().inv_cdf((1 + confidence) / 2), count - 1
-    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    low, middle, high = np.quantile(values, [(1 - confidence) / 2, 0.5, (1 + confidence) / 2])
-    wider = t / z * (count / freedom) ** 0.5
+    """Percentile interval of resampled values, with a small-sample (Student's t) correction for `count` prompts."""
+    tail = (1 - confidence) / 2
+    low, middle, high = np.quantile(values, [tail, 0.5, 1 - tail])
+    wider = student_t(tail, count - 1) / -NormalDist().inv_cdf(tail) * (count / (count - 1)) ** 0.5
     return float(middle - wider * (middle - low)), float(middle + wider * (high - middle))
+
+
+def student_t(tail: float, freedom: int) -> float:
+    """The value that Student's t with `freedom` degrees exceeds with probability `tail` (below one half).
+
+    By bisection of the exact tail probability: the closed forms for whole degrees of freedom lose small tails to
+    rounding, so the density is integrated from the far end instead.
+    """
+    low, high = 0.0, 1.0
+    while _t_tail(high, freedom) > tail:
+        low, high = high, 2 * high
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_tail(middle, freedom) > tail else (low, middle)
+    return high
+
+
+def _t_tail(value: float, freedom: int) -> float:
+    """P(T > value): with t = sqrt(n) cot(phi) the density is proportional to sin(phi)^(n - 1) on (0, pi)."""
+    end = math.atan2(freedom**0.5, value)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.pi**0.5
+    phi = (end / 2) * (_NODES + 1)
+    return scale * (end / 2) * float(_WEIGHTS @ np.sin(phi) ** (freedom - 1))

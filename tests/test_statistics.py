@@ -109,3 +109,20 @@ def test_agreement_counts_tokens_up_to_the_first_difference():
         "equal_outputs": pytest.approx(1 / 3),
         "equal_tokens": pytest.approx((3 + 1 + 1) / 10),
     }
+
+
+@pytest.mark.parametrize(
+    ("confidence", "prompts", "exact"),
+    [(0.95, 2, 12.706205), (0.95, 3, 4.302653), (0.95, 4, 3.182446), (0.95, 31, 2.042272), (0.99, 2, 63.656741)],
+)
+def test_an_interval_of_few_prompts_is_as_wide_as_students_t_says(confidence, prompts, exact):
+    """Seam L5: an expansion in 1/n gave 7.2 for two prompts and 3.9 for three."""
+    assert statistics.student_t((1 - confidence) / 2, prompts - 1) == pytest.approx(exact, abs=1e-5)
+    values = np.random.default_rng(0).normal(size=200_000)
+    low, high = statistics._quantiles(values, confidence, prompts)
+    assert (high - low) / 2 == pytest.approx(exact * (prompts / (prompts - 1)) ** 0.5, rel=0.03)
+
+
+def test_students_t_holds_far_out_and_for_many_degrees():
+    assert statistics.student_t(1e-6, 1) == pytest.approx(1 / np.tan(np.pi * 1e-6), rel=1e-9)
+    assert statistics.student_t(0.025, 10_000) == pytest.approx(1.960201, abs=1e-6)
