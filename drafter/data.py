@@ -190,6 +190,7 @@ class Reader:
         steps: int,
         think_end: int | None,
         pin: bool,
+        target: str | None = None,
     ):
         self.folder = folder
         self.layer_ids = layer_ids
@@ -198,6 +199,7 @@ class Reader:
         self.steps = steps
         self.think_end = think_end  # token id; a row without it is all reasoning; None: the target does not reason
         self.pin = pin
+        self.target = target  # fingerprint that a file which names its target must name
         self._verified: set[str] = set()  # rows whose bytes were compared with their checksum by this process
 
     def read(self, rows: list[Example], counts: bool = True) -> Pack:
@@ -233,7 +235,8 @@ class Reader:
         """One pack has files of one `dtype`."""
         ids = row_file.token_ids(header, row.entry, self.vocab_size, self.think_end)
         try:
-            states.check_header(header, row.entry.row_id, ids, self.layer_ids, self.hidden_size, dtype)
+            shape = self.layer_ids, self.hidden_size, dtype
+            states.check_header(header, row.entry.row_id, ids, *shape, target=self.target)
         except RowError as error:
             raise ContractError(f"{row.entry.path}: {error.detail}; {row_file.REMEDY}") from None
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import data
+from drafter import artifacts, data
+from drafter.config import Config
 from drafter.contracts import Counts
 from drafter.errors import ContractError
 from drafter.stage import Stage, read_manifest, say
@@ -56,3 +57,18 @@ def compare_with_manifest(folder: Path, manifest: dict, listed: int) -> None:
         )
     if pending := manifest.get("pending", 0):
         say("02_hidden_states is not complete (status %s): %d rows train, %d are pending", status, listed, pending)
+
+
+def make_reader(config: Config, folder: Path, pin: bool) -> data.Reader:
+    """A reader of stage 02's files for this run's target. `pin`: into memory that a GPU copies from."""
+    target = config.target
+    return data.Reader(
+        folder,
+        target.layer_ids,
+        target.architecture.hidden_size,
+        target.architecture.vocab_size,
+        config.train.ttt_steps,
+        think_end=target.think_end,
+        pin=pin,
+        target=artifacts.fingerprint_path(target.model),
+    )

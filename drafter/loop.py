@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-from drafter import artifacts, checkpoint, data, draft, interrupts, layers, native, parallel, scratch
+from drafter import artifacts, checkpoint, data, draft, first_look, interrupts, layers, native, parallel, scratch
 from drafter.config import Config
-from drafter.dataset import Dataset
+from drafter.dataset import Dataset, make_reader
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
 from drafter.metrics import Metrics, summary, summary_by_region
 from drafter.optimizer import Optimizer, learning_rate
 from drafter.stage import Progress, Stage, say
 from drafter.verifier import Verifier, read_last_layer, read_verifier
 
-BEFORE = ("layer_losses", "expected_acceptance_before")  # facts measured once, before step 1; checkpoints carry them
+# Facts measured once, before step 1; checkpoints carry them.
+BEFORE = ("layer_losses", "first_look_length", "served_length", "expected_acceptance_before")
 
 
 @dataclass(slots=True)
@@ -85,10 +86,10 @@ class Training:
     def _prepare(self) -> None:
         config, train = self.config, self.config.train
         verifier = read_verifier(config.target.model)
-        done = checkpoint.complete_steps(self.stage.folder)
+        done, state = self.ranks.decide(self._last_step)
         if done:
-            weights, self.settings = checkpoint.read_draft(done[-1])
-            self._resume(checkpoint.read_state(done[-1], *asdict(self.position)))
+            weights, self.settings = checkpoint.read_draft(done)
+            self._resume(state)
         else:
             weights, self.settings = first_draft(config, verifier, self.dataset)
         self.keeps_embedding = native.EMBEDDING in weights
@@ -96,60 +97,57 @@ class Training:
         try:
             self.model = draft.build(weights, self.settings, verifier, config.target)
         except ContractError as error:
-            raise ContractError(f"{done[-1] if done else train.warm_start}: {error}") from None
+            raise ContractError(f"{done or train.warm_start}: {error}") from None
         self.model.prepare(verifier, self.compute, train.ttt_steps)
         self.model.to(self.ranks.device)
+        counts = data.token_counts(self.dataset.train, self.dataset.folder, config.target.architecture.vocab_size)
+        kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
+        self.outside = first_look.check_vocabulary(kept, counts)
         if train.warm_start and not done:
-            rows = self.dataset.train + self.dataset.validation
-            self.stage.facts["layer_losses"] = layers.check(self.model, config, rows)
+            self.ranks.on_main(lambda: self._check_warm_start(verifier))
         draft.trainable(self.model, train.trainable)
-        reader = data.Reader(
-            self.dataset.folder,
-            config.target.layer_ids,
-            config.target.architecture.hidden_size,
-            config.target.architecture.vocab_size,
-            train.ttt_steps,
-            think_end=config.target.think_end,
-            pin=self.ranks.device.type == "cuda",
-        )
+        reader = make_reader(config, self.dataset.folder, pin=self.ranks.device.type == "cuda")
         self.loader = data.Loader(reader, self.ranks.device, train.loader_workers)
-        asked = self._kind_before(done[-1]) if done else train.parallel
-        self.kind = parallel.choose(asked, self.model, self.ranks, self.compute, self._try)
+        self.kind = parallel.choose(self._kind_before(state), self.model, self.ranks)
         self.wrapped = parallel.wrap(self.model, self.kind, self.ranks, self.compute)
         parameters = draft.trainable(self.model, train.trainable)  # sharded by now
         self.optimizer = Optimizer(parameters, train, native.read(train.warm_start)[0] if train.l2_sp else None)
         if done:
-            self.optimizer.load(checkpoint.read_moments(done[-1]), self.position.step)
-            say("resuming from %s", done[-1].name)
+            self._load_moments(done)
+            say("resuming from %s", done.name)
+
+    def _last_step(self) -> tuple[Path | None, dict[str, Any]]:
+        done = checkpoint.complete_steps(self.stage.folder)
+        return (done[-1], checkpoint.read_state(done[-1], *asdict(self.position))) if done else (None, {})
+
+    def _load_moments(self, step: Path) -> None:
+        moments: dict[str, torch.Tensor] = {}  # on rank 0 alone: at Kimi's size they are 10 GB
+
+        def read() -> None:
+            moments.update(checkpoint.read_moments(step))
+            self.optimizer.check(moments)
+
+        self.ranks.on_main(read)
+        self.optimizer.load(moments, self.position.step)
+
+    def _check_warm_start(self, verifier: Verifier) -> None:
+        rows = self.dataset.train + self.dataset.validation
+        self.stage.facts["layer_losses"] = layers.check(self.model, self.config, rows)
+        self.stage.facts |= first_look.check(self.model, verifier, self.config, self.dataset)
 
     def _resume(self, state: dict[str, Any]) -> None:
         self.position = Position(**{key: state[key] for key in asdict(self.position)})
         self.stage.facts |= {key: state[key] for key in BEFORE if key in state}
 
-    def _kind_before(self, step: Path) -> str:
+    def _kind_before(self, state: dict[str, Any]) -> str:
         """`auto` keeps, on as many ranks, what it chose: a resumed run adds its numbers in the same order."""
-        state, asked = checkpoint.read_state(step), self.config.train.parallel
+        asked = self.config.train.parallel
         same = state.get("ranks") == self.ranks.world
         return state.get("parallel", asked) if asked == "auto" and same else asked
-
-    def _try(self, model: torch.nn.Module) -> None:
-        """Forward and backward pass of a wrapped copy over this rank's first pack."""
-        share = self.dataset.plan.steps[0].share(self.ranks.rank, self.ranks.world)
-        scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
-        for pack in self.loader.packs(share[:1]):
-            model(pack, scale)[0].backward()
 
     def _say_facts(self) -> None:
         rows = self.dataset.train
         tokens, anchors = sum(row.slots for row in rows), sum(row.asked[0] for row in rows)
-        counts = data.token_counts(rows, self.dataset.folder, self.config.target.architecture.vocab_size)
-        kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
-        if not counts[kept].any():
-            raise ConfigError(
-                "train.warm_start: its vocabulary has none of the tokens that the target wrote, so no draft could be "
-                "accepted; take a drafter of this target's tokenizer"
-            )
-        outside = 1 - float(counts[kept].sum() / counts.sum())
         numbers = sum(parallel.local(p).numel() for p in self.optimizer.parameters.values())
         frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
         self.stage.facts |= {
@@ -157,7 +155,7 @@ class Training:
             "rows_validation": len(self.dataset.validation),
             "tokens": tokens,
             "supervised_share": round(anchors / tokens, 4),
-            "out_of_vocabulary_share": round(outside, 4),
+            "out_of_vocabulary_share": round(self.outside, 4),
             "trainable_parameters": sum(p.numel() for p in self.optimizer.parameters.values()),
             "state_gib": round((16 * numbers + frozen) / artifacts.GIB, 2),
             "ranks": self.ranks.world,
@@ -167,7 +165,7 @@ class Training:
             facts = self.stage.facts
             say(
                 "%d rows train, %d validate; %d tokens, %.1f%% supervised, %.2f%% outside the draft vocabulary",
-                len(rows), facts["rows_validation"], tokens, 100 * anchors / tokens, 100 * outside,
+                len(rows), facts["rows_validation"], tokens, 100 * anchors / tokens, 100 * self.outside,
             )  # fmt: skip
             say(
                 "%.1fM parameters train on %d ranks; weights, gradients and moments take %.1f GiB a rank",
@@ -313,7 +311,7 @@ class Training:
         if not patience or self.position.stale < patience:
             return False
         say("step %d: no better for %d validations, stopping early", step, patience)
-        if not checkpoint.step_path(self.stage.folder, step).exists():
+        if not self.ranks.decide(checkpoint.step_path(self.stage.folder, step).exists):
             self._save()
         return True
 
@@ -342,9 +340,9 @@ class Training:
 
     def _finish(self, seconds: float, tokens: int) -> None:
         """`tokens` were trained in these `seconds`: those of this call, validations and checkpoints included."""
-        best = checkpoint.best_step(self.stage.folder)
         if not self.ranks.main:
             return
+        best = checkpoint.best_step(self.stage.folder)
         self.stage.facts |= {
             "plan": self.dataset.plan.fingerprint,
             "last_step": self.position.step,

@@ -1,6 +1,7 @@
 """From the index to packs: which guesses carry loss, the split, the order, the loader."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafter import contracts, data, replay, row_file
+from drafter import contracts, data, replay, row_file, states
 from drafter.config import Target
 from drafter.errors import ContractError
 from drafter.pack import ANSWER, REASONING
@@ -182,8 +183,6 @@ def reader(folder, think_end=None):
 
 
 def test_a_pack_holds_what_each_slot_is_asked_with(stage):
-    from drafter import states
-
     folder, rows = stage
     pack = reader(folder).read(rows)
     start = anchor = 0
@@ -435,6 +434,19 @@ def test_no_damaged_file_is_trained_on(tmp_path, damage, named, used):
         reader(tmp_path).read(data.examples([made], 64, 3, contracts.Counts(total=1)))
 
 
+def test_a_file_of_another_target_of_the_same_form_is_refused(tmp_path):
+    """Seam F1: one row extracted from another model was trained on among the others."""
+    made = captured.write_row(tmp_path, 0, 12, [[4, 12]])
+    found = states.read_states(tmp_path / made.path)
+    tensors = {"token_ids": found.token_ids, "hidden_states": torch.cat([found.aux, found.final[:, None]], 1)}
+    for target, good in (("a" * 16, True), ("b" * 16, False)):
+        facts = states.metadata(made.row_id, "tiny", captured.LAYER_IDS, "bf16", target)
+        states.write(tmp_path / made.path, tensors, facts)
+        one = data.Reader(tmp_path, *captured.FORM, 3, True, False, target="a" * 16)
+        with contextlib.nullcontext() if good else pytest.raises(ContractError, match="target is b.*--verify"):
+            one.read(data.examples([made], 64, 3, contracts.Counts(total=1)))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_a_row_is_verified_when_it_is_first_read_and_only_then(tmp_path, dtype, monkeypatch):
     """Seam F1: the first epoch pays for the checksum of every byte, the others for none."""
@@ -490,8 +502,6 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
 
 
 def test_only_guessed_tokens_are_counted(stage):
-    from drafter import states
-
     folder, rows = stage
     counts = data.token_counts(rows, folder, captured.VOCAB)
     expected = np.zeros(captured.VOCAB, dtype=int)

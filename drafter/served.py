@@ -1,0 +1,62 @@
+"""What the smoke test measured when vLLM served an untrained warm start: `smoke.json` in `run.dir`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from drafter import artifacts, contracts, native
+from drafter.config import Cell, Config
+from drafter.decoding import Decoded
+from drafter.stage import versions
+
+NAME = "smoke.json"
+CELL = Cell(concurrency=4, temperature=0)
+DRAFT_TOKENS = CELL.num_speculative_tokens
+PROMPTS, TOKENS = 32, 64  # tokens a reply
+
+
+@dataclass(frozen=True, slots=True)
+class Smoke:
+    """tallies [N, 1 + DRAFT_TOKENS]: by prompt, drafted steps and those with at least 1, 2, ... tokens accepted."""
+
+    length: float
+    tallies: np.ndarray
+
+
+def read(config: Config) -> dict[str, Any]:
+    return artifacts.read_note(config.run.dir / NAME)
+
+
+def key(config: Config) -> str:
+    """What decides how the warm start is served: its content, the target's, the engine and its arguments."""
+    own, known = config.servers.evaluate, versions()
+    engine = [own.python, own.args, *(known.get(name) for name in native.ENGINES)]
+    return contracts.content_id([*_models(config), *engine])
+
+
+def record(config: Config, decoded: Decoded, length: float) -> None:
+    drafter, target = _models(config)
+    tallies = [_tally(reply.chunks) for reply in decoded.replies] if decoded.streams_agree else []
+    entry = {"length": length, "drafter": drafter, "target": target, "tallies": tallies}
+    artifacts.write_json(config.run.dir / NAME, read(config) | {key(config): entry})
+
+
+def find(config: Config) -> Smoke | None:
+    """The last record of this warm start on this target, whatever the engine's arguments; None without one."""
+    drafter, target = _models(config)
+    for entry in reversed(read(config).values()):  # an earlier version recorded the length alone
+        if isinstance(entry, dict) and (entry.get("drafter"), entry.get("target")) == (drafter, target):
+            tallies = np.array(entry.get("tallies"), dtype=np.float64).reshape(-1, 1 + DRAFT_TOKENS)
+            return Smoke(entry["length"], tallies[tallies[:, 0] > 0])
+    return None
+
+
+def _models(config: Config) -> list[str]:
+    return [native.identity(config.train.warm_start), artifacts.fingerprint_path(config.target.model)]
+
+
+def _tally(chunks: list[int]) -> list[int]:
+    """The first chunk comes from the prefill, without a draft."""
+    accepted = [size - 1 for size in chunks[1:]]
+    return [len(accepted), *(sum(count >= k for count in accepted) for k in range(1, 1 + DRAFT_TOKENS))]
