@@ -57,13 +57,16 @@ class Optimizer:
         state = self._adamw.state
         return {f"{name}.{kind}": state[p][kind] for name, p in self.parameters.items() for kind in MOMENTS}
 
-    def load(self, moments: dict[str, Tensor], step: int) -> None:
-        """Take up whole `moments` after `step` steps. Raises ContractError when they are not these parameters'."""
+    def check(self, moments: dict[str, Tensor]) -> None:
+        """Raises ContractError when whole `moments` are not these parameters'."""
         for name, parameter in self.parameters.items():
             for key in (f"{name}.{kind}" for kind in MOMENTS):
                 if key not in moments or moments[key].shape != parameter.shape:
                     raise ContractError(f"the checkpoint's moments do not fit the drafter: {key}")
+
+    def load(self, moments: dict[str, Tensor], step: int) -> None:
+        """Continue after `step` steps with rank 0's whole `moments`; the other ranks need none."""
         for name, parameter in self.parameters.items():
-            kinds = {kind: parallel.like(moments[f"{name}.{kind}"], parameter) for kind in MOMENTS}
+            kinds = {kind: parallel.received(moments.get(f"{name}.{kind}"), parameter) for kind in MOMENTS}
             steps = torch.tensor(float(step), device=parameter.device)
             self._adamw.state[parameter] = {"step": steps, **kinds}

@@ -1,13 +1,9 @@
 """Ranks: one process or many, a CPU or GPUs, DDP or FSDP2, behind one small interface."""
 
 import contextlib
-import copy
-import gc
-import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,14 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from drafter.errors import ResumableError, StageError
 from drafter.stage import of_the_machine
 
-log = logging.getLogger("drafter")
-
 Kind = Literal["ddp", "fsdp2"]
-Step = Callable[[torch.nn.Module], None]  # a forward and a backward pass
 
 STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32
 STATE_SHARE = 0.5  # of a GPU's memory that they may take; the rest is for activations
-TRIAL_STEPS = 3
 
 
 class MainFailed(StageError):
@@ -57,6 +49,8 @@ class Ranks:
     @property
     def copies_directly(self) -> bool:
         """Whether NCCL can copy from every other rank's GPU without the host's memory between them."""
+        if self.world == 1 or self.device.type != "cuda":
+            return True
         if (
             os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
             or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != self.world
@@ -65,11 +59,33 @@ class Ranks:
         others = set(range(self.world)) - {self.device.index}
         return all(torch.cuda.can_device_access_peer(self.device, other) for other in others)
 
+    def holds(self, state: int) -> bool:
+        """Whether `state` bytes leave this rank's GPU enough memory for the rest."""
+        if self.world == 1 or self.device.type != "cuda":
+            return True
+        return state <= STATE_SHARE * torch.cuda.get_device_properties(self.device).total_memory
+
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over ranks, in place."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def all(self, flag: bool) -> bool:
+        """Whether `flag` is true on every rank."""
+        return not int(self.sum(torch.tensor(int(not flag), device=self.device)))
+
+    def decide(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns on rank 0, on every rank: file systems, clocks and GPUs look different from each.
+
+        What it raises there stops every rank.
+        """
+        found: list[Any] = []
+        self.on_main(lambda: found.append(work()))
+        if self.world > 1:
+            found = found or [None]
+            dist.broadcast_object_list(found, src=0, device=self.device)
+        return found[0]
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -122,47 +138,16 @@ def add_in_one_order() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
 
 
-def choose(
-    asked: Kind | Literal["auto"], model: torch.nn.Module, own: Ranks, compute: torch.dtype, step: Step
-) -> Kind:
-    """What `auto` means here.
+def choose(asked: Kind | Literal["auto"], model: torch.nn.Module, own: Ranks) -> Kind:
+    """What `auto` means here, the same on every rank.
 
-    FSDP2 where a rank cannot hold the whole state. Where it can and GPUs copy to each other directly, both are as
-    fast (docs/measurements.md) and DDP is the simpler one. Otherwise the box decides, by three steps of each kind.
+    DDP, the simpler one, where every rank can hold the whole state and its GPU copies to the others directly: both
+    are as fast there. FSDP2 otherwise: without direct copies it is 1.1 times as fast (docs/measurements.md).
     """
     if asked != "auto":
         return asked
-    if own.world == 1 or own.device.type != "cuda":
-        return "ddp"
     numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    if STATE_BYTES * numbers > STATE_SHARE * torch.cuda.get_device_properties(own.device).total_memory:
-        return "fsdp2"
-    return "ddp" if own.copies_directly else quickest(model, own, compute, step)
-
-
-def quickest(model: torch.nn.Module, own: Ranks, compute: torch.dtype, step: Step) -> Kind:
-    """The kind whose steps take the least time, the same on every rank. `model` stays as it is."""
-    seconds: dict[Kind, float] = {}
-    for kind in get_args(Kind):
-        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}  # shared with the copy
-        trial = wrap(copy.deepcopy(model, frozen), kind, own, compute)
-        optimizer = torch.optim.AdamW([p for p in trial.parameters() if p.requires_grad], lr=0.0, fused=True)
-        times = []
-        for _ in range(1 + TRIAL_STEPS):  # the first one compiles
-            started = time.perf_counter()
-            step(trial)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            own.barrier()
-            if own.device.type == "cuda":
-                torch.cuda.synchronize(own.device)
-            times.append(time.perf_counter() - started)
-        seconds[kind] = float(own.sum(torch.tensor(min(times[1:]), device=own.device))) / own.world
-        del trial, optimizer
-        gc.collect()
-    if own.main:
-        log.info("a step takes %s", ", ".join(f"{s:.3f} s with {kind}" for kind, s in seconds.items()))
-    return min(seconds, key=seconds.get)
+    return "ddp" if own.all(own.holds(STATE_BYTES * numbers) and own.copies_directly) else "fsdp2"
 
 
 def wrap(
@@ -224,6 +209,18 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This rank's own part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def received(tensor: Tensor | None, parameter: Tensor) -> Tensor:
+    """Rank 0's whole `tensor`, placed and sharded as `parameter` is; every rank must ask, the others with None."""
+    if tensor is None:
+        tensor = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    tensor = tensor.to(parameter.device)
+    if isinstance(parameter, DTensor):  # scatters what rank 0 has
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+    if dist.is_initialized():
+        dist.broadcast(tensor, src=0)
+    return tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:

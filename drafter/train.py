@@ -4,7 +4,7 @@ import contextlib
 
 from drafter import artifacts, checkpoint, data, native
 from drafter.dataset import Dataset, read_dataset
-from drafter.errors import ContractError, StageError
+from drafter.errors import ContractError, ResumableError, StageError
 from drafter.stage import Stage, read_manifest, say
 
 QUESTION = (
@@ -24,11 +24,21 @@ def run(stage: Stage) -> dict:
         stage.require("02_hidden_states")
         native.check_settings(stage.config)
         dataset = read_dataset(stage, ranks.world)
-        finished, before = is_finished(stage, dataset), read_manifest(stage.folder)
-        stage.refuse_another_question()  # both before anything is written: a refusal leaves the run as it stands
-        if not finished:
-            check_resumable(stage, dataset)
-        ranks.barrier()  # every rank has read the manifest
+        rows = [dataset.plan.fingerprint, *(row.entry.row_id for row in dataset.validation)]
+        if not ranks.all(ranks.decide(lambda: rows) == rows):
+            raise ResumableError(
+                f"the ranks read different rows from {dataset.folder / data.INDEX}: one host sees an older file; "
+                "run the same command again"
+            )
+
+        def look() -> tuple[bool, dict | None]:
+            stage.refuse_another_question()  # before anything is written: a refusal leaves the run as it stands
+            finished = is_finished(stage, dataset)
+            if not finished:
+                check_resumable(stage, dataset)
+            return finished, read_manifest(stage.folder)
+
+        finished, before = ranks.decide(look)
 
         def claim() -> None:
             held.enter_context(artifacts.locked(stage.folder))

@@ -2,13 +2,12 @@
 
 import errno
 import json
-import time
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from drafter import parallel
+from drafter.errors import ConfigError
 from tests import captured
 
 FROZEN = 3
@@ -21,42 +20,72 @@ def model_of_two() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.timeout(60)
-def test_the_quicker_kind_is_taken_by_every_rank_and_nothing_moves(tmp_path):
-    """One rank alone is slowed down: it decides for all, since every step waits for it."""
+def on_two(tmp_path, work) -> list:
+    """What `work(ranks)` returns on each of two gloo ranks."""
 
-    def work() -> int:
+    def joined() -> int:
         with parallel.ranks() as ranks:
-            model, seen = model_of_two(), []
-
-            def step(trial: torch.nn.Module) -> None:
-                kind = "ddp" if isinstance(trial, DistributedDataParallel) else "fsdp2"
-                seen.append(kind)
-                time.sleep(0.1 * (kind == "ddp" and ranks.rank == 1))
-                trial(torch.ones(4, 8)).sum().backward()
-
-            kind = parallel.quickest(model, ranks, torch.float32, step)
-            same = all(
-                torch.equal(a, b) for a, b in zip(model.parameters(), model_of_two().parameters(), strict=True)
-            )
-            whole = all(type(p) is torch.nn.Parameter and p.grad is None for p in model.parameters())
-            found = {"kind": kind, "same": same and whole, "seen": seen}
-            (tmp_path / f"{ranks.rank}.json").write_text(json.dumps(found))
+            (tmp_path / f"{ranks.rank}.json").write_text(json.dumps(work(ranks)))
         return 0
 
-    assert [captured.wait(pid) for pid in captured.on_ranks(2, work)] == [0, 0]
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        steps = 1 + parallel.TRIAL_STEPS
-        assert found == {"kind": "fsdp2", "same": True, "seen": ["ddp"] * steps + ["fsdp2"] * steps}
+    assert [captured.wait(pid) for pid in captured.on_ranks(2, joined)] == [0, 0]
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_auto_asks_for_no_trial_where_there_is_nothing_to_choose():
-    def never(_model: torch.nn.Module) -> None:
-        raise AssertionError
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("holds", "copies", "expected"),
+    [((1, 1), (1, 1), "ddp"), ((1, 1), (1, 0), "fsdp2"), ((0, 1), (1, 1), "fsdp2"), ((1, 0), (0, 1), "fsdp2")],
+)
+def test_every_rank_takes_the_same_kind_whatever_it_sees_alone(tmp_path, monkeypatch, holds, copies, expected):
+    """Seam M8: DDP on one rank and a trial with collectives on another waited for each other for ever."""
+    monkeypatch.setattr(parallel.Ranks, "holds", lambda self, _state: bool(holds[self.rank]))
+    monkeypatch.setattr(parallel.Ranks, "copies_directly", property(lambda self: bool(copies[self.rank])))
+    assert on_two(tmp_path, lambda ranks: parallel.choose("auto", model_of_two(), ranks)) == [expected] * 2
 
+
+@pytest.mark.timeout(60)
+def test_rank_0_decides_for_all(tmp_path):
+    """Seam M8: with the attribute caches of a network file system each rank saw another last step."""
+    assert on_two(tmp_path, lambda ranks: ranks.decide(lambda: ["step", ranks.rank])) == [["step", 0]] * 2
+    assert on_two(tmp_path, lambda ranks: [ranks.all(ranks.rank == 0), ranks.all(True)]) == [[False, True]] * 2
+
+
+def test_what_a_decision_raises_ends_every_rank(tmp_path):
+    """Seam M8"""
+
+    def broken():
+        raise ConfigError("other rows")
+
+    def work():
+        with parallel.ranks() as own:
+            try:
+                own.decide(broken)
+            except (ConfigError, parallel.MainFailed) as failed:
+                return failed.exit_code + 10 * (type(failed) is parallel.MainFailed)
+
+    assert [captured.wait(pid) for pid in captured.on_ranks(2, work)] == [2, 12]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_the_moments_of_rank_0_reach_every_rank(tmp_path, kind):
+    """Seam M8: every rank read all of them, 10 GB of host memory each at Kimi's size."""
+    whole = torch.arange(64.0).view(8, 8)
+
+    def work(ranks) -> list:
+        model = Scaled()
+        parallel.wrap(model, kind, ranks, torch.bfloat16)
+        got = parallel.received(whole if ranks.main else None, model.matrix)
+        assert type(got) is (torch.Tensor if kind == "ddp" else type(model.matrix.data))
+        return parallel.whole(got).tolist()
+
+    assert on_two(tmp_path, work) == [whole.tolist()] * 2
+
+
+def test_auto_is_ddp_where_there_is_nothing_to_choose():
     for asked, expected in {"auto": "ddp", "ddp": "ddp", "fsdp2": "fsdp2"}.items():
-        assert parallel.choose(asked, model_of_two(), parallel.Ranks(), torch.float32, never) == expected
+        assert parallel.choose(asked, model_of_two(), parallel.Ranks()) == expected
 
 
 class Scaled(torch.nn.Module):

@@ -608,6 +608,32 @@ def test_two_ranks_learn_what_one_learns(target, warm_start, tmp_path, kind):
         torch.testing.assert_close(weights[name], others[name], rtol=1e-4, atol=1e-5)
 
 
+def test_ranks_that_see_other_steps_resume_from_rank_0s(target, warm_start, tmp_path, monkeypatch):
+    """Seam M8: with one rank at the last step and one at step 0, weights were mixed or collectives never met."""
+    settings = {"parallel": "ddp", "tokens_per_step": 256, "warm_start": warm_start, "epochs": 1}
+    path = captured.write_run(tmp_path, target, **settings)
+    assert captured.train_on_ranks(2, path) == [0, 0]
+    steps, seen = checkpoint.step_number(last(path)), checkpoint.complete_steps
+
+    def stale(folder):
+        return [] if os.environ.get("RANK") == "1" else seen(folder)
+
+    monkeypatch.setattr(checkpoint, "complete_steps", stale)
+    assert captured.train_on_ranks(2, path, "train.epochs=2") == [0, 0]
+    assert [r["step"] for r in captured.metrics(path)] == list(range(1, 2 * steps + 1))
+
+
+def test_ranks_that_read_other_rows_stop_together(target, tmp_path, monkeypatch):
+    """Seam M8: the plan of one host's older index has other steps."""
+    path, read = captured.write_run(tmp_path, target, tokens_per_step=256), data.read_index
+
+    def older(place):
+        return read(place)[: -1 if os.environ.get("RANK") == "1" else None]
+
+    monkeypatch.setattr(data, "read_index", older)
+    assert captured.train_on_ranks(2, path) == [3, 3]
+
+
 @pytest.mark.timeout(60)
 def test_uneven_rows_do_not_hang_the_ranks(target, tmp_path):
     """T03: an odd number of packs, seven validation rows, unsupervised rows among them."""
@@ -641,10 +667,9 @@ def test_auto_keeps_what_it_chose_on_as_many_ranks(target, tmp_path, ranks, expe
     """T12: another kind adds the same numbers in another order."""
     path = captured.write_run(tmp_path, target, parallel="auto")
     assert captured.train(path, "train.max_steps=1")[0] == 0
-    state = last(path) / checkpoint.STATE
-    before = json.loads(state.read_text())
+    before = checkpoint.read_state(last(path))
     assert before["parallel"] == "ddp"
-    state.write_text(json.dumps(before | {"parallel": "fsdp2", "ranks": ranks}))
+    checkpoint.save_state(last(path), before | {"parallel": "fsdp2", "ranks": ranks})
     code, summary = captured.train(path, "train.max_steps=2")
     assert code == 0 and summary["facts"]["parallel"] == expected
 
