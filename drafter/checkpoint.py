@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from drafter.errors import ContractError
 WEIGHTS, CONFIG, OPTIMIZER, STATE = "drafter.safetensors", "config.json", "optimizer.safetensors", "state.json"
 FILES = (WEIGHTS, CONFIG, OPTIMIZER, STATE)
 REMEDY = "delete its step folder to resume from the step before it"
+CHECKSUM = "xxh3"  # key of state.json: of everything else in it
 NAME = re.compile(r"step-(\d{8})")
 
 
@@ -53,15 +55,26 @@ def save(
     wholes = iter(tensors_of(weights, moments)) if wholes is None else wholes
     with artifacts.publish(path) as part:
         part.mkdir()
+        facts = {"folder": path.name, "config": _checksum(config)}
         for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, moments)):
-            tensor_file.write(part / name, tensor_file.in_order(tensors), wholes, {"folder": path.name})
+            tensor_file.write(part / name, tensor_file.in_order(tensors), wholes, facts)
         (part / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        (part / STATE).write_text(json.dumps(state, indent=1) + "\n")
+        (part / STATE).write_text(json.dumps(_sealed(state), indent=1) + "\n")
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
     """Write the state of a step folder anew."""
-    artifacts.write_json(path / STATE, state)
+    artifacts.write_json(path / STATE, _sealed(state))
+
+
+def _sealed(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {CHECKSUM: _checksum(state)}
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """XXH3 of canonical JSON. Through JSON once, where tuples are lists and keys are texts."""
+    again = json.loads(json.dumps(content))
+    return xxhash.xxh3_64(json.dumps(again, sort_keys=True).encode()).hexdigest()
 
 
 def complete_steps(folder: Path) -> list[Path]:
@@ -95,6 +108,8 @@ def read_state(path: Path, *needed: str) -> dict[str, Any]:
     """Raises ContractError when it is broken or a key of `needed` is no number."""
     check_complete(path)
     state = _read_json(path / STATE)
+    if CHECKSUM in state and state.pop(CHECKSUM) != _checksum(state):  # an earlier version wrote none
+        raise _broken(path / STATE, "it does not match its checksum")
     state.setdefault("validated", state.get("step"))  # an earlier version saved nothing unvalidated
     for key in ("expected_acceptance", "step", "validated", *needed):
         if key not in state:
@@ -156,10 +171,15 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            said = file.metadata()
+            facts = file.metadata() or {}
     except SafetensorError as error:
         raise _broken(path, error) from None
-    vouched = {"format": "pt", "folder": folder.name, "sums": tensor_file.sums(tensors)}
-    if said and said != vouched:
+    if "sums" in facts:  # of an earlier version
+        intact = facts["sums"] == tensor_file.additive_sums(tensors)
+    else:
+        intact = facts.get("xxh3") == tensor_file.checksums(tensors)
+    if facts and not (intact and facts.get("folder") == folder.name):
         raise _broken(path, "its numbers are not those that were saved for this step")
+    if facts.get("config", config := _checksum(_read_json(folder / CONFIG))) != config:
+        raise _broken(folder / CONFIG, f"it is not the one that {name} was saved with")
     return {name: t.to(torch.float32) if t.is_floating_point() else t for name, t in tensors.items()}

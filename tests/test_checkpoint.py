@@ -1,5 +1,6 @@
 """Step folders: whole or absent, found, read back, kept and removed."""
 
+import json
 import os
 import resource
 import signal
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from drafter import artifacts, checkpoint
+from drafter import artifacts, checkpoint, tensor_file
 from drafter.errors import ContractError
 
 WEIGHTS = {"fc.weight": torch.randn(8, 8), "d2t": torch.arange(4), "t2d": torch.ones(6, dtype=torch.bool)}
@@ -137,6 +139,42 @@ def test_a_flipped_bit_and_another_steps_file_are_found(tmp_path, file):
     (steps[1] / checkpoint.STATE).write_bytes((steps[0] / checkpoint.STATE).read_bytes())
     with pytest.raises(ContractError, match="it is of step 10"):
         checkpoint.read_state(steps[1])
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 9}, {"rope_theta": 1e4}, {"rms_norm_eps": 1e-5}])
+def test_a_config_that_was_not_saved_with_its_weights_is_found(tmp_path, change):
+    """Seam F7: other theta, eps or heads were exported under the trained weights."""
+    path = save(tmp_path, 10)
+    settings = json.loads((path / checkpoint.CONFIG).read_text())
+    (path / checkpoint.CONFIG).write_text(json.dumps(settings, separators=(", ", ":  ")))
+    checkpoint.read_draft(path)  # written otherwise, it says the same
+    (path / checkpoint.CONFIG).write_text(json.dumps(settings | change))
+    for read in (checkpoint.read_draft, checkpoint.read_moments):
+        with pytest.raises(ContractError, match=f"{checkpoint.CONFIG} is broken .*; delete its step folder"):
+            read(path)
+
+
+@pytest.mark.parametrize("change", [{"expected_acceptance": 9.0}, {"validated": 9}, {"more": 1}])
+def test_a_state_that_was_changed_is_found(tmp_path, change):
+    """Seam F7: where training stood, and which step is best, were under no checksum."""
+    path = save(tmp_path, 10, 1.25)
+    state = json.loads((path / checkpoint.STATE).read_text())
+    (path / checkpoint.STATE).write_text(json.dumps(state | change))
+    with pytest.raises(ContractError, match=f"{checkpoint.STATE} is broken .*checksum"):
+        checkpoint.best_step(tmp_path)
+    checkpoint.save_state(path, {"expected_acceptance": 2.0, "step": 10, "validated": 10})
+    assert checkpoint.best_step(tmp_path) == path
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_by_its_own_sums(tmp_path):
+    """Seam L1: a night's training is not lost to an update; its sums find what they always found."""
+    path, tensors = save(tmp_path, 10), tensor_file.in_order(WEIGHTS)
+    facts = {"format": "pt", "folder": path.name, "sums": tensor_file.additive_sums(WEIGHTS)}
+    save_file(tensors, path / checkpoint.WEIGHTS, metadata=facts)
+    assert checkpoint.read_draft(path)[0].keys() == WEIGHTS.keys()
+    save_file(tensors, path / checkpoint.WEIGHTS, metadata=facts | {"sums": "{}"})
+    with pytest.raises(ContractError, match="not those that were saved"):
+        checkpoint.read_draft(path)
 
 
 def in_child(work) -> int:

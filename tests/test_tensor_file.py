@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -34,7 +35,8 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path, monkeypatch, piece)
     with safe_open(tmp_path / "x", "pt") as file:
         facts = file.metadata()
     assert facts["folder"] == "step"
-    assert facts["sums"] == tensor_file.sums(TENSORS) == tensor_file.sums(found)
+    assert facts["xxh3"] == tensor_file.checksums(TENSORS) == tensor_file.checksums(found)
+    assert json.loads(facts["xxh3"])["ids"] == xxhash.xxh3_64(TENSORS["ids"].numpy().tobytes()).hexdigest()
 
 
 def test_each_tensor_is_aligned_to_its_numbers(tmp_path):
@@ -48,16 +50,39 @@ def test_each_tensor_is_aligned_to_its_numbers(tmp_path):
             assert entry["data_offsets"][0] % TENSORS[name].element_size() == 0, name
 
 
-def test_the_sums_are_of_words_of_eight_bytes_and_of_what_is_left():
+def test_the_sums_of_an_earlier_version_are_of_words_of_eight_bytes_and_of_what_is_left():
     numbers = torch.tensor([3, 2**63 - 1, 2**63 - 1, 5], dtype=torch.int64)
-    assert json.loads(tensor_file.sums({"ids": numbers})) == {"ids": (3 + 2 * (2**63 - 1) + 5) % 2**64}
+    assert json.loads(tensor_file.additive_sums({"ids": numbers})) == {"ids": (3 + 2 * (2**63 - 1) + 5) % 2**64}
     nine = torch.from_numpy(np.array([1, 0, 0, 0, 0, 0, 0, 0, 7], dtype=np.uint8)).view(torch.bool)
-    assert json.loads(tensor_file.sums({"nine": nine})) == {"nine": 8}
+    assert json.loads(tensor_file.additive_sums({"nine": nine})) == {"nine": 8}
 
 
 @pytest.mark.parametrize("position", [0, 40, -1])
-def test_any_flipped_bit_changes_a_sum(position):
+def test_any_flipped_bit_changes_a_checksum(position):
     before = torch.arange(33, dtype=torch.float32)
     after = before.clone()
     after.view(torch.uint8)[position] ^= 1
-    assert tensor_file.sums({"a": before}) != tensor_file.sums({"a": after})
+    assert tensor_file.checksums({"a": before}) != tensor_file.checksums({"a": after})
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 20])
+def test_words_and_pages_that_are_exchanged_change_a_checksum(monkeypatch, piece):
+    """Seam L1: a sum of words is blind to their order, so two swapped pages passed."""
+    monkeypatch.setattr(tensor_file, "PIECE", piece)
+    before = torch.arange(4096, dtype=torch.float32)
+    for size in (2, 1024):
+        after = before.view(-1, size).clone()
+        after[[0, 1]] = after[[1, 0]]
+        assert tensor_file.checksums({"a": before}) != tensor_file.checksums({"a": after.flatten()})
+
+
+def test_fewer_or_other_tensors_than_named_write_no_file_for_good(tmp_path):
+    """Seam L7: a short file was written, and only its reader noticed."""
+    tensors = tensor_file.in_order(TENSORS)
+    with pytest.raises(ValueError, match="ids is missing|mask is missing"):
+        tensor_file.write(tmp_path / "x", tensors, iter(list(tensors.values())[:-1]), {})
+    with pytest.raises(ValueError, match="has another form"):
+        tensor_file.write(tmp_path / "x", tensors, iter(torch.zeros(2) for _ in tensors), {})
+    rest = iter([*tensors.values(), torch.zeros(1)])
+    tensor_file.write(tmp_path / "x", tensors, rest, {})
+    assert len(list(rest)) == 1  # the next file's
