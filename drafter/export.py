@@ -22,7 +22,7 @@ QUESTION = ("target.model", "target.layer_ids")
 
 # What an export says itself, whatever the reference says. Any other difference from the reference is refused.
 OURS = {LAYER_IDS, "eagle_config", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"}
-OURS |= {"dtype", "torch_dtype", "transformers_version"}
+OURS |= {"dtype", "torch_dtype", "tie_word_embeddings", "transformers_version"}
 
 COMPARED_ROWS = 2  # whose logits are computed through the checkpoint and through the export
 COMPARED_TOKENS = 256
@@ -96,6 +96,17 @@ def _is_exported(config: Config, facts: dict, step: Path) -> bool:
     return native.identity(folder(config)) == facts.get("identity")
 
 
+def check_exported(config: Config) -> None:
+    """Raises ContractError unless the folder holds, byte for byte, what stage 05 wrote and recorded."""
+    manifest = read_manifest(config.stage_dir("05_export")) or {"facts": {}}
+    recorded = manifest["facts"].get("identity")
+    if native.identity(folder(config)) != recorded:
+        raise ContractError(
+            f"{folder(config)} is not the drafter that stage 05 exported (content {native.identity(folder(config))}, "
+            f"recorded {recorded}); 05_export_checkpoint.py exports it again"
+        )
+
+
 def write(
     destination: Path,
     weights: Tensors,
@@ -113,6 +124,7 @@ def write(
     layout = native.read_layout(reference) if reference else native.layout_of(exported)
     if not reference and EMBEDDING in weights:
         layout[EMBEDDING] = ((exported["vocab_size"], exported["hidden_size"]), torch.bfloat16)
+    exported["dtype"] = exported["torch_dtype"] = _dtype_of(layout)
     cast = {name: _cast(tensor, layout.get(name)) for name, tensor in weights.items()}
     native.check_tensors(cast, layout)
     with artifacts.publish(destination) as part:
@@ -121,6 +133,14 @@ def write(
         (part / WEIGHTS).chmod(0o644)  # safetensors makes it private to the user
         (part / CONFIG).write_text(json.dumps(exported, indent=2) + "\n")
         check_reopened(part, cast, drafter_config, target, rows or [])
+
+
+def _dtype_of(layout: native.Layout) -> str:
+    """Of the tensors, whatever the reference's config says: an engine would cast them to that."""
+    floats = {str(dtype).removeprefix("torch.") for _shape, dtype in layout.values() if dtype.is_floating_point}
+    if len(floats) != 1:
+        raise ContractError(f"the reference's tensors are of several types ({', '.join(sorted(floats))})")
+    return floats.pop()
 
 
 def _cast(tensor: torch.Tensor, wanted: tuple[Any, torch.dtype] | None) -> torch.Tensor:
@@ -167,8 +187,10 @@ def final_config(drafter_config: dict[str, Any], target: Target, reference: Path
     result[LAYER_IDS] = ids
     result["eagle_config"] = {"use_aux_hidden_state": True} | (result.get("eagle_config") or {}) | {LAYER_IDS: ids}
     result |= native.both_ropes(result)
+    native.check_positions(result, target)
     positions = result.get("max_position_embeddings", 0)
     result["max_position_embeddings"] = max(positions, target.architecture.max_position_embeddings)
+    result["tie_word_embeddings"] = False  # the head is a tensor of its own
     result["dtype"] = result["torch_dtype"] = result.get("dtype") or result.get("torch_dtype") or "bfloat16"
     return result
 

@@ -55,7 +55,7 @@ class Architecture:
     vocab_size: int
     rms_norm_eps: float
     max_position_embeddings: int
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool | None  # None: not said, so that the presence of a head decides
 
 
 @cache
@@ -70,7 +70,7 @@ def read_architecture(folder: Path) -> Architecture:
         vocab_size=inner["vocab_size"],
         rms_norm_eps=inner.get("rms_norm_eps", 1e-6),
         max_position_embeddings=inner["max_position_embeddings"],
-        tie_word_embeddings=bool(inner.get("tie_word_embeddings") if tied is None else tied),
+        tie_word_embeddings=inner.get("tie_word_embeddings") if tied is None else tied,
     )
 
 

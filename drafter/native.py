@@ -27,6 +27,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Of a drafter's config: what the forward pass of training has not.
 UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
 UNSUPPORTED += ("mlp_bias", "sliding_window")
+POSITION_ROPES = ("yarn", "dynamic", "longrope")  # whose frequencies depend on the longest position
 
 # Oldest vLLM that serves such a folder for every target here: older ones put the target's head in the place of the
 # drafter's own, do not know Kimi as a target, or cannot capture its last layer.
@@ -259,6 +260,7 @@ def check_form(config: dict[str, Any], target: Target) -> None:
     if missing := [key for key in ("rms_norm_eps", "max_position_embeddings") if key not in config]:
         raise ContractError(f"{CONFIG}: {missing[0]} is missing")
     both_ropes(config)
+    check_positions(config, target)
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"train.warm_start: a drafter with hidden_act {activation!r} cannot be trained here")
     nested = config.get("eagle_config") or {}
@@ -287,6 +289,18 @@ def both_ropes(config: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
         "rope_parameters": {"rope_theta": theta, **scaling},
     }
+
+
+def check_positions(config: dict[str, Any], target: Target) -> None:
+    """Raises ContractError when raising the positions to the target's would change how the drafter turns."""
+    rope = both_ropes(config)["rope_parameters"]
+    has, wanted = config.get("max_position_embeddings", 0), target.architecture.max_position_embeddings
+    if has < wanted and rope["rope_type"] in POSITION_ROPES and "original_max_position_embeddings" not in rope:
+        raise ContractError(
+            f"{CONFIG}: rope {rope['rope_type']!r} without original_max_position_embeddings depends on "
+            f"max_position_embeddings, which must rise from {has} to the target's {wanted}: write the value that the "
+            "drafter was trained with as original_max_position_embeddings"
+        )
 
 
 def check_settings(config: Config) -> None:

@@ -39,11 +39,13 @@ class Verifier:
 
 
 def read_verifier(model: Path) -> Verifier:
-    """Raises ConfigError when the folder lacks one of the three tensors."""
+    """Raises ConfigError when the folder lacks one of the three tensors, the head too where it is not tied."""
     architecture = read_architecture(model)
     files = _files_by_tensor(model)
     embed = _read(model, files, EMBED)
-    tied = architecture.tie_word_embeddings or not any(_matches(name, HEAD) for name in files)
+    tied = architecture.tie_word_embeddings
+    if tied is None:
+        tied = not any(_matches(name, HEAD) for name in files)
     head = embed if tied else _read(model, files, HEAD)
     return Verifier(embed=embed, norm=_read(model, files, NORM), head=head, eps=architecture.rms_norm_eps)
 

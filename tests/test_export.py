@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,46 @@ def test_layer_ids_and_rope_are_written_where_every_engine_reads_them(target, re
     assert (exported["rope_theta"], exported["rope_scaling"]) == (1e6, None)
     assert exported["dtype"] == exported["torch_dtype"] == "bfloat16"
     assert exported["max_position_embeddings"] == target.architecture.max_position_embeddings
+
+
+@pytest.mark.parametrize("claimed", ["float16", "float32", None])
+def test_an_exports_config_says_the_dtype_of_its_tensors(target, reference, tmp_path, claimed):
+    """Seam F12: where the reference's config and tensors disagreed, an engine cast the drafter."""
+    other = tmp_path / "reference"
+    shutil.copytree(reference, other)
+    settings = {k: v for k, v in native.read_config(reference).items() if k not in ("dtype", "torch_dtype")}
+    (other / native.CONFIG).write_text(json.dumps(settings | ({"torch_dtype": claimed} if claimed else {})))
+    export.write(tmp_path / "out", masters(reference), native.read_config(reference), target, other)
+    exported = native.read_config(tmp_path / "out")
+    assert exported["dtype"] == exported["torch_dtype"] == "bfloat16"
+    assert native.read(tmp_path / "out")[0]["fc.weight"].dtype == torch.bfloat16
+
+
+def test_an_export_has_a_head_of_its_own_whatever_its_reference_says(target, reference, tmp_path):
+    """Seam F12: with tie_word_embeddings true an engine may draft with the embedding."""
+    other = tmp_path / "reference"
+    shutil.copytree(reference, other)
+    settings = native.read_config(reference) | {"tie_word_embeddings": True}
+    (other / native.CONFIG).write_text(json.dumps(settings))
+    export.write(tmp_path / "out", masters(reference), settings, target, other)
+    assert native.read_config(tmp_path / "out")["tie_word_embeddings"] is False
+
+
+def test_positions_are_never_raised_where_the_rope_depends_on_them(target, reference, tmp_path):
+    """Seam F12: YaRN without its original length turns otherwise once max_position_embeddings rises."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}
+    short = {"max_position_embeddings": 128, "rope_parameters": yarn, "rope_scaling": None}
+    settings = native.read_config(reference) | short
+    for refuse in (lambda: export.final_config(settings, target, None), lambda: native.check_form(settings, target)):
+        with pytest.raises(ContractError, match="original_max_position_embeddings.*from 128 to the target's"):
+            refuse()
+    for good in (
+        settings | {"rope_parameters": yarn | {"original_max_position_embeddings": 32}},
+        settings | {"rope_parameters": yarn | {"rope_type": "linear"}},
+        settings | {"max_position_embeddings": target.architecture.max_position_embeddings},
+    ):
+        native.check_form(good, target)
+        export.final_config(good, target, None)
 
 
 def test_scaled_rope_survives_both_spellings():

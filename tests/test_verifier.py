@@ -75,3 +75,26 @@ def test_a_folder_without_the_final_norm_is_refused_by_name(flat, tmp_path):
     (tmp_path / "config.json").write_text((flat / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"no tensor \*model.norm.weight"):
         read_verifier(tmp_path)
+
+
+def headless(flat, folder, tied):
+    """A copy of the flat model without lm_head."""
+    folder.mkdir()
+    tensors = load_file(flat / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    settings = json.loads((flat / "config.json").read_text())
+    settings.pop("tie_word_embeddings", None)
+    (folder / "config.json").write_text(
+        json.dumps(settings | ({} if tied is None else {"tie_word_embeddings": tied}))
+    )
+    return folder
+
+
+def test_an_untied_target_without_a_head_is_refused(flat, tmp_path):
+    """Seam F13: its embedding was taken for its head, and every teacher was another model's."""
+    with pytest.raises(ConfigError, match=r"no tensor \*lm_head.weight"):
+        read_verifier(headless(flat, tmp_path / "untied", False))
+    for name, tied in (("tied", True), ("unsaid", None)):
+        found = read_verifier(headless(flat, tmp_path / name, tied))
+        assert found.head is found.embed
