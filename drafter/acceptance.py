@@ -22,23 +22,22 @@ from drafter import (
     native,
     prompt_sets,
     prompts,
+    served,
     server,
 )
 from drafter.caveats import caveats, sentence
 from drafter.comparison import NONE, RUN, WARM_START, Unit
-from drafter.config import ROOT, Cell, Config, Generate
+from drafter.config import ROOT, Config, Generate
 from drafter.decoding import Decoded
 from drafter.errors import ConfigError, ContractError, ResumableError, StageError
 from drafter.prompt_sets import PromptSets
 from drafter.prompts import Request
-from drafter.stage import Progress, Stage, say, versions
+from drafter.stage import Progress, Stage, read_manifest, say
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
 REPORT = "acceptance.json"
-SMOKE_CELL = Cell(concurrency=4, temperature=0)
-SMOKE_PROMPTS, SMOKE_TOKENS, SMOKE_SECONDS = 8, 64, 300
+SMOKE_SECONDS = 300
 SMOKE_LENGTH = 1.05  # what random weights reach when their favourite token happens to be a comma
-SMOKED = "smoke.json"  # in `run.dir`: the lengths of warm starts that passed, for all its runs
 
 
 def run(stage: Stage) -> dict:
@@ -62,6 +61,7 @@ def run(stage: Stage) -> dict:
     stage.counts.done = sum(not decoded.skipped for decoded in done.values())
     report = comparison.report(units, done, config.target.think_end, config.run.seed)
     report["prompt_sets"] = prompt_sets.describe(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
+    report["expected"] = expected(config)
     report["drafters"] = {label: folder and native.identity(folder) for label, folder in drafters.items()}
     artifacts.write_json(stage.folder / REPORT, report)
     for caveat in caveats(report):
@@ -99,7 +99,18 @@ def find_drafters(config: Config) -> dict[str, Path | None]:
         found[label] = known[label] if label in known else ROOT / label
         if folder := found[label]:
             native.check_folder(folder, config.target)
+        if label == RUN:
+            export.check_exported(config)
     return found
+
+
+def expected(config: Config) -> dict[str, float]:
+    """Label -> acceptance length that stage 04 expected, where it looked as far ahead as the first cell drafts."""
+    if config.train.ttt_steps != config.acceptance.cells[0].num_speculative_tokens:
+        return {}
+    facts = (read_manifest(config.stage_dir("04_train")) or {"facts": {}})["facts"]
+    found = {RUN: facts.get("expected_acceptance"), WARM_START: facts.get("expected_acceptance_before")}
+    return {label: length for label, length in found.items() if isinstance(length, int | float)}
 
 
 def plan_units(config: Config, drafters: dict[str, Path | None], sets: PromptSets) -> list[Unit]:
@@ -165,7 +176,7 @@ def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, un
         end = _share(deadline, len(starts) - number)
         if time.monotonic() >= deadline:
             break
-        log_file = stage.folder / f"server-{Path(label).name}-{tokens}.log"
+        log_file = stage.folder / f"server-{_short(label)}-{tokens}.log"
         with server.serving(config, "evaluate", drafters[label], tokens or 1, log_file):
             for position, unit in enumerate(group):
                 say(
@@ -181,6 +192,11 @@ def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, un
                 check_decoded(unit, decoded)
                 if decoded.replies:
                     artifacts.write_json(unit_path(stage, unit), decoded.to_record())
+
+
+def _short(label: str) -> str:
+    """A drafter's label as part of a file name; two folders of the same name differ."""
+    return label if "/" not in label else f"{Path(label).name}-{contracts.content_id(label)[:8]}"
 
 
 def check_decoded(unit: Unit, decoded: Decoded) -> None:
@@ -246,19 +262,7 @@ def to_be_tried(config: Config) -> bool:
     if (start := config.train.warm_start) is None or export.is_trained(config):
         return False
     native.read_config(start)
-    return _door(config) not in _smoked(config)
-
-
-def _door(config: Config) -> str:
-    """What decides how the warm start is served: its content, the target's, the engine and its arguments."""
-    own, known = config.servers.evaluate, versions()
-    weights = [native.identity(config.train.warm_start), artifacts.fingerprint_path(config.target.model)]
-    engine = [own.python, own.args, *(known.get(name) for name in native.ENGINES)]
-    return contracts.content_id([*weights, *engine])
-
-
-def _smoked(config: Config) -> dict[str, float]:
-    return artifacts.read_note(config.run.dir / SMOKED)
+    return served.key(config) not in served.read(config)
 
 
 def smoke(stage: Stage) -> dict:
@@ -268,16 +272,16 @@ def smoke(stage: Stage) -> dict:
     """
     config = stage.config
     native.check_engine(config)
-    records = prompt_sets.sample(config, SMOKE_PROMPTS)
-    settings = settings_of(config, SMOKE_CELL.temperature, SMOKE_TOKENS)
+    records = prompt_sets.sample(config, served.PROMPTS)
+    settings = settings_of(config, served.CELL.temperature, served.TOKENS)
     lengths = {}
     for label, folder in ((WARM_START, config.train.warm_start), (RUN, export.folder(config))):
         if folder is None or (label == RUN and not folder.exists()):
             continue
         native.check_folder(folder, config.target)
         log_file = stage.folder / f"server-{label}.log"
-        with server.serving(config, "evaluate", folder, SMOKE_CELL.num_speculative_tokens, log_file):
-            decoded = decode(config, settings, records, SMOKE_CELL.concurrency, time.monotonic() + SMOKE_SECONDS)
+        with server.serving(config, "evaluate", folder, served.CELL.num_speculative_tokens, log_file):
+            decoded = decode(config, settings, records, served.CELL.concurrency, time.monotonic() + SMOKE_SECONDS)
         counters = decoded.counters
         lengths[label] = 1 + counters.accepted / max(counters.drafts, 1)
         if lengths[label] <= SMOKE_LENGTH:
@@ -287,7 +291,7 @@ def smoke(stage: Stage) -> dict:
             )
         say("smoke: %s has acceptance length %.3f", label, lengths[label])
         if label == WARM_START:
-            artifacts.write_json(config.run.dir / SMOKED, _smoked(config) | {_door(config): lengths[label]})
+            served.record(config, decoded, lengths[label])
     if not lengths:
         raise ConfigError("nothing to serve: no warm start in train.warm_start, and no checkpoint in 04_train")
     if stage.counts.total:

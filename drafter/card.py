@@ -7,7 +7,7 @@ from typing import Any
 from drafter import artifacts, checked, export, native, notes
 from drafter.caveats import caveats, recommendation
 from drafter.comparison import RUN
-from drafter.config import Config
+from drafter.config import Config, StageName, load
 from drafter.stage import read_manifest
 
 NAME = "README.md"
@@ -15,18 +15,24 @@ NAME = "README.md"
 
 def write(config: Config) -> None:
     """Write the card beside the exported weights, from the manifests of the run as they are now."""
-    folder = export.folder(config)
+    folder, trained = export.folder(config), _settings(config, "04_train")
     exported = read_manifest(config.stage_dir("05_export")) or {"facts": {}}
     sections = [
         _head(config),
-        _serving(config, folder),
+        _serving(config),
         _acceptance(config),
-        _data(config),
-        _recipe(config, exported["facts"]),
+        _data(_settings(trained, "02_hidden_states")),
+        _recipe(trained, exported["facts"]),
         _form(native.read_config(folder)),
         "## Versions\n\n" + _table(exported.get("versions", {})),
     ]
     artifacts.write_text(folder / NAME, "\n\n".join(sections) + "\n")
+
+
+def _settings(config: Config, stage: StageName) -> Config:
+    """What a stage of this run was made with: the settings in its folder, which `run.take` may place elsewhere."""
+    path = config.stage_dir(stage) / "config.yaml"
+    return load(path) if stage in config.run.take and path.exists() else config
 
 
 def _head(config: Config) -> str:
@@ -38,11 +44,11 @@ def _head(config: Config) -> str:
     )
 
 
-def _serving(config: Config, folder: Path) -> str:
-    speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": _first_cell(config)}
+def _serving(config: Config) -> str:
+    speculative = {"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": _first_cell(config)}
     return (
-        f"## Serving\n\nvLLM {native.MIN_ENGINE} or newer:\n\n"
-        f"```\npython -m vllm.entrypoints.openai.api_server --model {config.target.model} "
+        f"## Serving\n\nvLLM {native.MIN_ENGINE} or newer, with the paths of this folder and of the target:\n\n"
+        f"```\npython -m vllm.entrypoints.openai.api_server --model {config.target.model.name} "
         f"--speculative-config '{json.dumps(speculative)}'\n```"
     )
 
@@ -55,7 +61,8 @@ def _acceptance(config: Config) -> str:
     path = config.stage_dir("06_acceptance") / "acceptance.json"
     if not path.exists():
         return "## Acceptance\n\nNot measured yet."
-    report = checked.load(path, notes.Results, remedy="06_measure_acceptance.py writes it anew once it is removed")
+    remedy = "06_measure_acceptance.py writes it anew once it is removed"
+    report = _without_paths(checked.load(path, notes.Results, remedy=remedy))
     headline = report["headline"]
     against = f" against `{headline['baseline']}`" if headline["baseline"] else ""
     lines = [
@@ -81,13 +88,32 @@ def _acceptance(config: Config) -> str:
     return "\n".join([*lines, *(f"- {sentence}" for sentence in caveats(report))]).rstrip()
 
 
+def _without_paths(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with each drafter's folder under its last name, numbered where two have the same."""
+    names: dict[str, str] = {}
+    for label in report.get("drafters", {}):
+        name = Path(label).name
+        names[label] = f"{name} ({len(names)})" if name in names.values() else name
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: renamed(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    return renamed(report)
+
+
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
 def _data(config: Config) -> str:
-    rows = read_manifest(config.stage_dir("01b_synthetic")) or {}
+    """`config`: of the run that extracted the states; its rows may be another run's again."""
     states = read_manifest(config.stage_dir("02_hidden_states")) or {}
+    config = _settings(config, "01b_synthetic")
+    rows = read_manifest(config.stage_dir("01b_synthetic")) or {}
     facts = {"rows answered": rows.get("out"), "rows read back": states.get("out")}
     for source in config.prompts:
         place = f"{source.hub}@{source.revision}" if source.hub else source.path.name

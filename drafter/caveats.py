@@ -41,7 +41,7 @@ def length(headline: dict[str, Any]) -> str:
 
 def caveats(report: dict[str, Any]) -> list[str]:
     """A sentence for each limit of the figures in `acceptance.json`, for the log, the page and the model card."""
-    return [*_left_out(report), *_unseen(report), *_overlap(report), *_agreement(report)]
+    return [*_left_out(report), *_unseen(report), *_expected(report), *_overlap(report), *_agreement(report)]
 
 
 def _left_out(report: dict[str, Any]) -> Iterator[str]:
@@ -56,6 +56,18 @@ def _unseen(report: dict[str, Any]) -> Iterator[str]:
             yield f"{m['prompts_refused']} prompts refused by the server: {_name(m)}"
         if not m.get("streams_agree", True):
             yield f"pooled figures only, the streams do not show every step that the engine counted: {_name(m)}"
+
+
+def _expected(report: dict[str, Any]) -> Iterator[str]:
+    headline = report.get("headline", {})
+    length = report.get("expected", {}).get(headline.get("drafter"))
+    low, high = headline.get("low"), headline.get("high")
+    if length is not None and low is not None and not low <= length <= high:
+        yield (
+            f"training expected an acceptance length of {length:.2f} for {named(headline['drafter'])}, outside the "
+            f"served interval of {low:.2f} to {high:.2f}: other prompts or another temperature account for a part; "
+            "far below, the export or the server does not do what was trained"
+        )
 
 
 def _overlap(report: dict[str, Any]) -> Iterator[str]:

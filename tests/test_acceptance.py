@@ -14,7 +14,19 @@ from conftest import CPU_CONFIG, free_port
 from safetensors.torch import save_file
 from tiny_models import make_drafter
 
-from drafter import acceptance, artifacts, comparison, config, contracts, export, native, prompt_sets, scratch, stage
+from drafter import (
+    acceptance,
+    artifacts,
+    comparison,
+    config,
+    contracts,
+    export,
+    native,
+    prompt_sets,
+    scratch,
+    served,
+    stage,
+)
 from drafter.decoding import Counters, Decoded, Reply
 from drafter.errors import ConfigError, ContractError, ResumableError
 from drafter.verifier import read_verifier
@@ -83,7 +95,7 @@ def make_run(tmp_path: Path, drafter: Path, *overrides: str) -> config.Config:
     if not export.folder(run).exists():
         weights, settings = native.read(drafter)
         export.write(export.folder(run), weights, settings, run.target, drafter)
-        facts = {"question": {}, "facts": {}, "versions": {}}
+        facts = {"question": {}, "facts": {"identity": native.identity(export.folder(run))}, "versions": {}}
         artifacts.write_json(run.stage_dir("05_export") / "manifest.json", facts)
     return run
 
@@ -243,6 +255,47 @@ def test_a_broken_result_is_named(tmp_path, drafter):
         acceptance.run(the_stage(run))
 
 
+def permuted_head(tensors):
+    return tensors | {"lm_head.weight": tensors["lm_head.weight"].flip(0).contiguous()}
+
+
+def random_norm(tensors):
+    return tensors | {"norm.weight": torch.rand_like(tensors["norm.weight"].float()).to(tensors["norm.weight"].dtype)}
+
+
+@pytest.mark.parametrize("change", [permuted_head, random_norm])
+def test_only_what_stage_05_exported_is_measured_as_the_run(tmp_path, drafter, change):
+    """Seam F6: whatever lay in 05_export/model was served, under the run's name."""
+    run = make_run(tmp_path, drafter)
+    assert acceptance.find_drafters(run)["run"] == export.folder(run)
+    weights = export.folder(run) / native.WEIGHTS
+    save_file(change(native.read(export.folder(run))[0]), weights)
+    with pytest.raises(ContractError, match="is not the drafter that stage 05 exported.*05_export_checkpoint.py"):
+        acceptance.find_drafters(run)
+    assert "stage 05 exported" in acceptance.plan(the_stage(run))["findings"][0]
+
+
+def test_what_training_expected_lies_beside_what_was_served(tmp_path, drafter):
+    """Seam F6"""
+    run = make_run(tmp_path, drafter)
+    for unit in units(run):
+        store(run, unit, fake_result())
+    facts = {"expected_acceptance": 1.3, "expected_acceptance_before": 1.1}
+    artifacts.write_json(run.stage_dir("04_train") / "manifest.json", {"question": {}, "facts": facts})
+    acceptance.run(the_stage(run))
+    report = json.loads((run.stage_dir("06_acceptance") / "acceptance.json").read_text())
+    assert report["expected"] == {"run": 1.3, "warm_start": 1.1}
+    other = run.model_copy(update={"train": run.train.model_copy(update={"ttt_steps": 2})})
+    assert acceptance.expected(other) == {}  # a length of other drafts
+
+
+def test_drafters_of_one_folder_name_have_logs_of_their_own():
+    """Seam L13"""
+    names = {acceptance._short(label) for label in ("a/model", "b/model", "/b/model", "run", "warm_start", "none")}
+    assert len(names) == 6 and not any("/" in name for name in names)
+    assert {"run", "warm_start", "none"} < names
+
+
 def test_a_dry_run_says_what_is_missing(tmp_path, drafter):
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "run.name=new"])
     plan = acceptance.plan(the_stage(run))
@@ -280,7 +333,8 @@ def test_a_warm_start_passes_the_door_once_for_all_runs(tmp_path, drafter, monke
 
     assert pending() == 1
     assert acceptance.smoke(the_stage(run, "05_export"))["smoke"] == {"warm_start": 2.0}
-    assert json.loads((tmp_path / acceptance.SMOKED).read_text()).popitem()[1] == 2.0
+    assert json.loads((tmp_path / served.NAME).read_text()).popitem()[1]["length"] == 2.0
+    assert served.find(run).length == 2.0
     assert pending() == pending("run.name=another") == 0
     assert pending("servers.evaluate.args.max-num-seqs=2") == 1
     other = make_drafter(run.target.model, tmp_path / "other", 4096, seed=9)

@@ -29,3 +29,17 @@ def test_every_limit_of_a_measurement_is_a_sentence():
 
 def test_figures_without_limits_need_no_words():
     assert caveats({"measurements": [UNIT | {"streams_agree": True, "prompts_refused": 0}]}) == []
+
+
+def test_a_served_length_that_training_did_not_expect_is_said():
+    """Seam F6: 1.30 expected and 1.02 served stood in two files and in no sentence."""
+
+    def said(expected, low, high, drafter="run"):
+        headline = {"drafter": drafter, "low": low, "high": high}
+        return caveats({"measurements": [], "headline": headline, "expected": {"run": expected}})
+
+    [sentence] = said(1.30, 1.01, 1.03)
+    assert "expected an acceptance length of 1.30 for the trained drafter" in sentence
+    assert "served interval of 1.01 to 1.03" in sentence
+    assert len(said(1.30, 1.40, 1.60)) == 1
+    assert said(1.30, 1.20, 1.40) == said(1.30, None, None) == said(1.3, 1.0, 1.1, "warm_start") == []
