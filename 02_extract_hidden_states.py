@@ -13,7 +13,7 @@ first row, and on a few rows of every shard, a probe shows that they are the rig
 
 import sys
 
-from drafter import client, extract, stage, worklist
+from drafter import client, extract, stage, target_weights, worklist
 from drafter.config import Config
 from drafter.extraction import Extraction
 
@@ -50,6 +50,7 @@ def body(run: stage.Stage) -> dict:
             return extract.verify(run, items, rejected, share)
         if todo := worklist.adopt(config, folder, todo, share):
             extract.check_ready(run, todo)
+        target_weights.check(config, recording=True)
         run.begin(extract.QUESTION)
         worklist.sweep(folder, share)
         if not todo:

@@ -208,6 +208,7 @@ class Acceptance(TypedDict):
     left_out: NotRequired[list[LeftOut]]
     prompt_sets: NotRequired[list[PromptSet]]
     greedy_agreement: NotRequired[list[Agreement]]
+    expected: NotRequired[dict[str, float]]
 
 
 class Load(TypedDict):

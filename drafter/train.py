@@ -2,7 +2,7 @@
 
 import contextlib
 
-from drafter import artifacts, checkpoint, data, native
+from drafter import artifacts, checkpoint, data, native, target_weights
 from drafter.dataset import Dataset, read_dataset
 from drafter.errors import ContractError, ResumableError, StageError
 from drafter.stage import Stage, read_manifest, say
@@ -35,6 +35,7 @@ def run(stage: Stage) -> dict:
             stage.refuse_another_question()  # before anything is written: a refusal leaves the run as it stands
             finished = is_finished(stage, dataset)
             if not finished:
+                target_weights.check(stage.config, recording=False)
                 check_resumable(stage, dataset)
             return finished, read_manifest(stage.folder)
 

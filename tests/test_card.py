@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from drafter import artifacts, card, config, export, native
+from drafter import artifacts, card, config, export, native, notes
 from tests import captured, tiny_models
 
 
@@ -31,8 +31,8 @@ def text(run) -> str:
 def measured(drafter, prompt_set="s"):
     return {
         "drafter": drafter, "prompt_set": prompt_set, "prompts": 24, "concurrency": 8, "num_speculative_tokens": 3,
-        "temperature": 0.0, "acceptance_length": 2.0, "low": 1.9, "high": 2.1, "tokens_per_second": 9.0,
-        "speed_up": None, "streams_agree": True,
+        "temperature": 0.0, "acceptance_length": 2.0, "low": 1.9, "high": 2.1, "tokens_per_second": 9.0, "seconds": 3.0, "seconds": 3.0, "output_tokens": 27,
+        "speed_up": None, "streams_agree": True, "per_position": [0.5, 0.3, 0.2],
     }  # fmt: skip
 
 
@@ -40,9 +40,10 @@ def test_a_card_names_no_local_path(target, tmp_path):
     """Seam L12: a card that is published named the folders of the machine that made it."""
     run = make_run(tmp_path, target)
     rivals = [str(tmp_path / "rival/model"), str(tmp_path / "warm/model")]
-    headline = {"drafter": "run", "baseline": rivals[0], "verdict": "worse", "recommended": rivals[0], "low": 1.9}
+    headline = dict.fromkeys(notes.FIGURES) | {"drafter": "run", "verdict": "worse", "low": 1.9, "high": 2.1}
     report = {
-        "headline": headline | {"high": 2.1, "speed_up": None},
+        "headline": headline | {"baseline": rivals[0], "recommended": rivals[0]},
+        "comparisons": [],
         "measurements": [measured("run"), *(measured(rival) for rival in rivals)],
         "left_out": [{"prompts_skipped": 3, **measured(rivals[1])}],
         "drafters": {"run": "a", rivals[0]: "b", rivals[1]: "c"},
