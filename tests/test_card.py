@@ -31,7 +31,8 @@ def text(run) -> str:
 def measured(drafter, prompt_set="s"):
     return {
         "drafter": drafter, "prompt_set": prompt_set, "prompts": 24, "concurrency": 8, "num_speculative_tokens": 3,
-        "temperature": 0.0, "acceptance_length": 2.0, "low": 1.9, "high": 2.1, "tokens_per_second": 9.0, "seconds": 3.0, "seconds": 3.0, "output_tokens": 27,
+        "temperature": 0.0, "acceptance_length": 2.0, "low": 1.9, "high": 2.1, "tokens_per_second": 9.0,
+        "seconds": 3.0, "output_tokens": 27,
         "speed_up": None, "streams_agree": True, "per_position": [0.5, 0.3, 0.2],
     }  # fmt: skip
 
