@@ -1,5 +1,6 @@
 """Every check of every stage that can be made before the first: what is knowable at 19:00 must not fail at 04:00."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -12,6 +13,8 @@ from typing import get_args
 from urllib.parse import urlsplit
 
 from drafter import (
+    artifacts,
+    chat,
     config,
     engine,
     estimates,
@@ -26,10 +29,14 @@ from drafter import (
     systemd,
     verifier,
 )
-from drafter.artifacts import size
+from drafter.artifacts import GIB, size
 from drafter.comparison import NONE, RUN, WARM_START
 from drafter.errors import ConfigError, StageError
 
+SHARED = Path("/dev/shm")
+QUEUE_BYTES = 10 * 2**24  # of a vLLM's message queue: 10 chunks of 16 MiB
+CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
+MIB = 2**20
 CONTEXT = {"generate": "generate.max_tokens", "extract": "target.max_seq_len", "evaluate": "acceptance.max_tokens"}
 
 Check = Callable[[config.Config], Iterable[str]]
@@ -144,11 +151,55 @@ def drafting(run_config: config.Config) -> Iterator[str]:
         yield "servers.evaluate.args: drafts are not counted with disable-log-stats: leave it out"
 
 
+def template(run_config: config.Config) -> Iterator[str]:
+    """Without a chat template a server boots, and refuses every conversation."""
+    chat.check_template(run_config)
+    yield from ()
+
+
 def memory(run_config: config.Config) -> Iterator[str]:
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    has = memory_limit()
     asked = run_config.extract.queue_gb * 1e9
     if run_config.servers.extract.kind != "external" and asked > has:
         yield f"extract.queue_gb: {size(asked)} of states would wait in this machine's {size(has)} of memory"
+
+
+def cache(run_config: config.Config) -> Iterator[str]:
+    """The KV cache of a server on the CPU fits in memory. vLLM says so 50 lines before its log ends."""
+    has = memory_limit()
+    for role in get_args(config.Role):
+        own = getattr(run_config.servers, role)
+        asked = own.env.get(CPU_CACHE, os.environ.get(CPU_CACHE, ""))
+        if own.kind == "command" and asked.isdecimal() and int(asked) * GIB > has:
+            yield (
+                f"servers.{role}.env.{CPU_CACHE}: {asked} GiB of KV cache do not fit in the {size(has)} of memory "
+                "of this machine"
+            )
+
+
+def memory_limit() -> int:
+    """Bytes of memory that processes here may use: the machine's, or what its container leaves of it."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such control group
+        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return machine
+
+
+def shared_memory(run_config: config.Config) -> Iterator[str]:
+    """A server of several processes, as every one on the CPU is, passes messages through /dev/shm."""
+    found = gpu.read()
+    on_cpu = not found.gpus and not found.unknown
+    for role in get_args(config.Role):
+        own = getattr(run_config.servers, role)
+        ranks = own.flags.get("tensor-parallel-size", 1)
+        if own.kind != "command" or not SHARED.is_dir() or not (on_cpu or (isinstance(ranks, int) and ranks > 1)):
+            continue
+        if (free := artifacts.free_bytes(SHARED)) < QUEUE_BYTES:
+            yield (
+                f"{SHARED}: {free / MIB:.0f} MiB are free, and a vLLM of several processes needs "
+                f"{QUEUE_BYTES / MIB:.0f} MiB there: start the container with --shm-size=1g or --ipc=host"
+            )
+            return
 
 
 def training(run_config: config.Config) -> Iterator[str]:
@@ -264,12 +315,15 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (config.STAGES, event),
     (config.STAGES, target),
     (("01b_synthetic",), sources),
+    (("01b_synthetic",), template),
     (("04_train", "05_export", "06_acceptance"), reference),
     (SERVED, units),
     (("02_hidden_states",), sharing.shared_folder),
     (SERVED, ports),
     (SERVED, servers),
     (("02_hidden_states",), memory),
+    (SERVED, cache),
+    (SERVED, shared_memory),
     (SERVED, gpus),
     (("04_train",), ranks),
     (("04_train",), training),

@@ -7,6 +7,8 @@ import shutil
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -122,7 +124,7 @@ def test_an_engine_is_asked_once_for_all_runs_and_again_for_another_version_or_o
         ("train.draft_vocab_size=50000", "train.draft_vocab_size: 50000 is more than the target's 49152 tokens"),
         ("generate.min_rows=94", "generate.min_rows: 94 is more than the 93 rows that prompts give"),
         ("generate.min_rows=93", None),
-        ("prompts.0.path=/dev/null", "prompts sample: /dev/null holds no conversation"),
+        ("prompts.0.path=/dev/null", "/dev/null is a device, not a regular file"),
         ("acceptance.held_out=101", "acceptance.held_out takes all 101 conversations"),
         ("target.think_end=49152", "target.think_end: 49152 is no token, the model has 49152"),
     ],
@@ -131,6 +133,39 @@ def test_what_a_later_stage_would_stop_at_is_found(load, override, finding):
     """Or, where nothing would stop, that nothing is."""
     findings = found(load(override))
     assert any(finding in each for each in findings) if finding else findings == []
+
+
+@pytest.mark.parametrize(("mib", "said"), [(64, "/dev/shm: 64 MiB are free, and a vLLM"), (200, "")])
+def test_a_small_dev_shm_is_found_before_a_server_dies_of_it(model, mib, said):
+    """Seam B07: a container's default is 64 MiB."""
+    code = "from drafter import config, preflight\n"
+    code += f"run = config.load({str(CPU_CONFIG)!r}, ['servers.evaluate.args.tensor-parallel-size=2'])\n"
+    code += "print(*preflight.shared_memory(run))"
+    mounted = f'mount -t tmpfs -o size={mib}m none /dev/shm && exec {sys.executable} -c "$0"'
+    line = ["unshare", "-m", "sh", "-c", mounted, code]
+    done = subprocess.run(line, cwd=config.ROOT, capture_output=True, text=True)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip("no mount namespaces here")
+    assert done.returncode == 0 and done.stdout.startswith(said) and bool(done.stdout.strip()) == bool(said)
+
+
+def test_a_kv_cache_larger_than_memory_is_found(load, monkeypatch):
+    """Seam B07"""
+    (finding,) = found(load("servers.extract.env.VLLM_CPU_KVCACHE_SPACE='100000'"))
+    assert finding.startswith("servers.extract.env.VLLM_CPU_KVCACHE_SPACE: 100000 GiB of KV cache do not fit in the ")
+    monkeypatch.setattr(preflight, "memory_limit", lambda: 2**29)  # a container's
+    assert len([line for line in found(load()) if "1 GiB of KV cache do not fit in the 0.50 GiB" in line]) == 2
+
+
+def test_a_model_without_a_chat_template_is_found_before_its_server_boots(load, model, tmp_path):
+    """Seam B23"""
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("chat_template*"))
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    (finding,) = found(load(f"target.model={bare}"), ["01b_synthetic"])
+    assert f"target.model: {bare} has no chat template" in finding
 
 
 def test_a_model_that_is_not_here_is_one_finding(load):
