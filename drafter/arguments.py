@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     """An argument that counts something."""
-    if not text.isdecimal() or not int(text):
+    if not (text.isascii() and text.isdecimal() and len(text) < 19 and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
@@ -33,6 +33,8 @@ def next_time(text: str | None, now: datetime) -> datetime | None:
         if "T" in text:
             full = datetime.fromisoformat(text)
             return full.astimezone().replace(tzinfo=None) if full.tzinfo else full
+        if not text.isascii():  # strptime takes the digits of every script
+            raise ValueError
         at = datetime.strptime(text, "%H:%M")
     except ValueError:
         raise ConfigError(f"{text!r} is not HH:MM, nor YYYY-MM-DDTHH:MM") from None
@@ -59,7 +61,9 @@ def read(argv: list[str] | None) -> argparse.Namespace:
     if len(paths) > 1:
         raise ConfigError(f"one config a run, not {' and '.join(paths)}")
     args.config = paths[0] if paths else None
-    if paths and not Path(args.config).exists():
+    if paths and not args.config.strip():
+        raise ConfigError("the name of the config is blank: give a file, or leave it out for the default config")
+    if paths and not Path(args.config).expanduser().exists():
         meant = ", did you mean status?" if difflib.get_close_matches(args.config, ["status"]) else ""
         raise ConfigError(f"no config file {args.config}{meant}")
     for number in (args.first, args.only):

@@ -1,24 +1,42 @@
-"""The run's schema and its loader: one YAML a run, strict, frozen, overridable from the command line."""
+"""The run's schema and its loader: one YAML a run, strict, frozen, overridable from the command line.
+
+By hand: `python -m drafter.config` prints every setting with its default and meaning.
+"""
 
 import difflib
 import shlex
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
-from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from drafter import config_tree, strict_yaml
+from drafter.config_servers import Server, Servers
+from drafter.config_types import (
+    MOST,
+    Beta,
+    DraftTokens,
+    Epochs,
+    LocalPath,
+    Minutes,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Parallel,
+    Penalty,
+    PositiveFloat,
+    PositiveInt,
+    Readers,
+    Real,
+    Section,
+    SequenceLength,
+    Share,
+    Temperature,
+    Whole,
+    Words,
+    in_home,
+)
 from drafter.errors import ConfigError
 from drafter.model_folder import Architecture, read_added_tokens, read_architecture
 
@@ -30,63 +48,38 @@ Role = Literal["generate", "extract", "evaluate"]
 Part = Literal["layer", "fc", "norms", "lm_head"]  # of a drafter
 Column = Literal["messages", "prompt", "turns", "input", "system", "answer", "tools"]  # of a prompt record
 
-# Numbers, which true and "5" are none of, within bounds that only a slip of the hand goes beyond.
-Whole = Annotated[int, Field(strict=True)]
-Real = Annotated[float, Field(strict=True)]
-MOST = 10**8  # of anything counted
-PositiveInt = Annotated[Whole, Field(gt=0, le=MOST)]
-NonNegativeInt = Annotated[Whole, Field(ge=0, le=MOST)]
-Parallel = Annotated[Whole, Field(gt=0, le=10_000)]  # of anything done at once
-Epochs = Annotated[Whole, Field(gt=0, le=10_000)]
-Readers = Annotated[Whole, Field(ge=0, le=256)]  # each holds a pack
-SequenceLength = Annotated[Whole, Field(ge=32, le=MOST)]  # shorter: no row has an answer left
-DraftTokens = Annotated[Whole, Field(gt=0, le=64)]
-PositiveFloat = Annotated[Real, Field(gt=0, le=MOST)]
-Minutes = Annotated[Real, Field(gt=0, le=7 * 24 * 60)]
-Share = Annotated[Real, Field(ge=0, le=1)]
-Beta = Annotated[Real, Field(ge=0, lt=1)]
-Temperature = Annotated[Real, Field(ge=0, le=2)]
-Penalty = Annotated[Real, Field(ge=-2, le=2)]
-Words = Annotated[tuple[Annotated[str, Field(pattern=r"\S")], ...], Field(min_length=1)]
-
-# Of vLLM's flags those that other settings give.
-OURS = {"model": "target.model", "served-model-name": "target.served_name", "port": "url"}
-
-
-class Section(BaseModel):
-    """Frozen, and an unknown key is an error: a misspelt setting must never be ignored in silence."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _something(cls, value: Any) -> Any:
-        if isinstance(value, str) and not value.strip():
-            raise ValueError("is blank: give it a value, or leave the key out")
-        return value
-
 
 class Run(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    dir: Path = Path("runs")
-    seed: NonNegativeInt = 0
-    take: dict[StageName, Path] = {}  # finished stages of other runs: stage -> that stage's folder
-    keep: tuple[StageName, ...] = ()  # what `drafter.artifacts clean` never proposes
-    on_event: str | None = None  # a command, run with EVENT, STAGE and RUN in its environment
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        description="the run's folder in run.dir; another name is another run"
+    )
+    dir: LocalPath = Field(Path("runs"), description="folder of all runs")
+    seed: NonNegativeInt = Field(0, description="of the choice and order of prompts, of sampling and of training")
+    take: dict[StageName, LocalPath] = Field(
+        {}, description="finished stages of other runs: stage -> that stage's folder; read, never written"
+    )
+    keep: tuple[StageName, ...] = Field((), description="stages that `drafter.artifacts clean` never proposes")
+    on_event: str | None = Field(None, description="a command, run with EVENT, STAGE and RUN in its environment")
 
 
 class Target(Section):
     """What several stages share about the served model."""
 
-    model: Path
-    served_name: str
-    layer_ids: tuple[NonNegativeInt, ...]  # vLLM's ids: i is the input of layer i; the last is num_layers
-    max_seq_len: SequenceLength  # tokens of a training row; the rest is cut at the end
-    chat_template_kwargs: dict[str, JsonValue] = {}
-    prompt_suffix: tuple[NonNegativeInt, ...] = ()  # token ids that every generation prompt ends with
-    think_end: NonNegativeInt | None = None  # token id of </think>
-    special_tokens: dict[str, NonNegativeInt] = {}  # text -> id, compared with the served tokenizer
-    trust_remote_code: bool = False
+    model: LocalPath = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
+    served_name: str = Field(description="what the servers call the model")
+    layer_ids: tuple[NonNegativeInt, ...] = Field(
+        description="captured layers, vLLM's ids: i is the input of layer i; the last is the number of layers"
+    )
+    max_seq_len: SequenceLength = Field(description="tokens of a training row; the rest is cut off at the end")
+    chat_template_kwargs: dict[str, JsonValue] = Field({}, description="sent with each request")
+    prompt_suffix: tuple[NonNegativeInt, ...] = Field(
+        (), description="token ids that each generation prompt ends with"
+    )
+    think_end: NonNegativeInt | None = Field(None, description="token id of </think>; none: it does not reason")
+    special_tokens: dict[str, NonNegativeInt] = Field(
+        {}, description="text -> id, compared with the served tokenizer and the model's folder"
+    )
+    trust_remote_code: bool = Field(False, description="run the code in the model's folder")
 
     @model_validator(mode="after")
     def _ascending(self):
@@ -113,80 +106,23 @@ class Target(Section):
                 raise ConfigError(f"target.{key}: {self.model} has {text!r} as {local[text]}, not as {token}")
 
 
-def _spelled(flag: str) -> str:
-    """vLLM takes a flag with underscores, too."""
-    return flag.replace("_", "-")
-
-
-class Server(Section):
-    """One vLLM role. `args` are vLLM's own flags without the dashes; true stands for a bare flag."""
-
-    kind: Literal["systemd", "command", "external"]
-    url: str
-    api_key_env: str | None = None
-    unit: Annotated[str, Field(pattern=r"^[^/]+$")] | None = None
-    link: Path | None = None  # a unit's command names this folder; starting the unit links it to the run's own
-    systemctl: Words = ("systemctl",)
-    args: dict[Annotated[str, Field(pattern=r"^[A-Za-z]")], JsonValue] = {}
-    env: dict[Annotated[str, Field(pattern=r"^[^=]+$")], str] = {}
-    python: str | None = None  # interpreter that has vLLM; default: the one that runs the script
-    start_minutes: Minutes = 60
-    stop_seconds: PositiveFloat = 300
-    hang_minutes: Minutes = 10  # without an answer and without progress of the stage, then it is restarted
-    restarts: NonNegativeInt = 3  # of a server that dies or hangs during one stage
-    gpus: tuple[NonNegativeInt, ...] = ()  # it runs there: they hold the model while it is up and are free after down
-
-    @field_validator("url")
-    @classmethod
-    def _address(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # raises on a wrong port
-            raise ValueError(f"{url!r} is no http address")
-        if parts.path.rstrip("/").endswith("/v1"):
-            raise ValueError(f"give {url!r} without /v1, which is put behind it")
-        return url
-
-    @field_validator("args")
-    @classmethod
-    def _ours(cls, args: dict) -> dict:
-        for flag in args:
-            if setting := OURS.get(_spelled(flag)):
-                raise ValueError(f"{flag} follows from {setting}: leave it out")
-        return args
-
-    @property
-    def flags(self) -> dict[str, JsonValue]:
-        """`args` by the one name that vLLM shows for each."""
-        return {_spelled(flag): value for flag, value in self.args.items()}
-
-    @model_validator(mode="after")
-    def _unit(self):
-        if self.kind == "systemd" and not self.unit:
-            raise ValueError("a systemd server needs `unit`")
-        if self.kind == "command" and (not self.url.startswith("http:") or urlsplit(self.url).path.strip("/")):
-            raise ValueError(f"a server that is started here listens at http://HOST:PORT, not at {self.url}")
-        return self
-
-
-class Servers(Section):
-    generate: Server
-    extract: Server
-    evaluate: Server
-
-
 class Source(Section):
     """Where conversations come from: a local file or folder (JSON, Parquet, `save_to_disk`), or a hub dataset."""
 
-    name: str
-    path: Path | None = None
-    hub: str | None = None
-    revision: str | None = None
-    split: str = "train"
-    count: PositiveInt | None = None  # conversations drawn; default all
-    turns: Literal["first", "last", "all"] | None = None  # default: by the schema, docs/data_formats.md
-    mode: Literal["regenerate", "replay"] = "regenerate"
-    columns: dict[Column, str] = {}  # what the source calls them, where a name is unusual
-    max_bad_share: Share = 0.1  # of its conversations; more that cannot be used are an error
+    name: str = Field(description="in logs, tables and rows")
+    path: LocalPath | None = Field(None, description="local file or folder; give either this or hub")
+    hub: str | None = Field(None, description="dataset on the Hugging Face hub")
+    revision: str | None = Field(None, description="the dataset's commit")
+    split: str = Field("train", description="the dataset's split")
+    count: PositiveInt | None = Field(None, description="conversations drawn; default: all")
+    turns: Literal["first", "last", "all"] | None = Field(
+        None, description="user turns that are asked; default: by the schema, see docs/data_formats.md"
+    )
+    mode: Literal["regenerate", "replay"] = Field(
+        "regenerate", description="regenerate: the target answers; replay: the given answers are trained on"
+    )
+    columns: dict[Column, str] = Field({}, description="what the source calls them, where a name is unusual")
+    max_bad_share: Share = Field(0.1, description="of its conversations; more that cannot be used are an error")
 
     @model_validator(mode="after")
     def _one_origin(self):
@@ -208,63 +144,77 @@ Named = Annotated[tuple[Source, ...], AfterValidator(_distinct)]
 
 
 class Generate(Section):
-    concurrency: Parallel = 200
-    max_tokens: PositiveInt = 8192
-    temperature: Temperature
-    top_p: Annotated[Real, Field(gt=0, le=1)]
-    top_k: Annotated[Whole, Field(ge=-1, le=MOST)] = -1
-    min_p: Share = 0.0
-    repetition_penalty: Annotated[Real, Field(gt=0, le=2)] = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    seed_rows: bool = True  # derive each request's seed from its row id
-    rows_per_shard: PositiveInt = 1000
-    min_rows: NonNegativeInt = 0  # with a deadline: fewer rows than this is not a success
-    floor_tokens_per_second: PositiveFloat = 2.0  # of one request; bounds its timeout
-    max_failure_share: Share = 0.05
-    outage_minutes: Minutes = 60  # how long a server may be away before the stage gives up
+    concurrency: Parallel = Field(200, description="requests in flight")
+    max_tokens: PositiveInt = Field(8192, description="tokens of an answer at most, its reasoning included")
+    temperature: Temperature = Field(description="as the model is served")
+    top_p: Annotated[Real, Field(gt=0, le=1)] = Field(description="as the model is served")
+    top_k: Annotated[Whole, Field(ge=-1, le=MOST)] = Field(-1, description="-1: all tokens")
+    min_p: Share = Field(0.0, description="of the most probable token's probability")
+    repetition_penalty: Annotated[Real, Field(gt=0, le=2)] = Field(1.0, description="1: none")
+    presence_penalty: Penalty = Field(0.0, description="0: none")
+    frequency_penalty: Penalty = Field(0.0, description="0: none")
+    seed_rows: bool = Field(True, description="derive each request's seed from its row id")
+    rows_per_shard: PositiveInt = Field(1000, description="rows of a file")
+    min_rows: NonNegativeInt = Field(0, description="with a deadline: fewer rows than this are a failure")
+    floor_tokens_per_second: PositiveFloat = Field(2.0, description="of one request; bounds its timeout")
+    max_failure_share: Share = Field(0.05, description="of the requests; more that fail end the stage")
+    outage_minutes: Minutes = Field(60, description="minutes without a server before the stage gives up")
 
 
 class Extract(Section):
-    dtype: Literal["bf16", "fp8"] = "bf16"
-    concurrency: Parallel = 32  # requests in flight
-    tokens_per_request: PositiveInt = 4096  # short rows share a request up to this many; a longer row goes alone
-    reserve_gb: Annotated[Real, Field(ge=0, le=MOST)] = 50
-    probe_rows: PositiveInt = 4
-    rows_per_shard: PositiveInt = 1000  # rows between two probes
-    writer_threads: Parallel = 8
-    queue_gb: PositiveFloat = 4  # states waiting for the disk before decoding is slowed down
-    neighbour_ids: bool = False  # the server also captures ids + 1, stored for probe rows only
-    max_failure_share: Share = 0.02
-    outage_minutes: Minutes = 60
+    dtype: Literal["bf16", "fp8"] = Field(
+        "bf16", description="of stored auxiliary states; fp8 takes 0.63 of the disk"
+    )
+    concurrency: Parallel = Field(32, description="requests in flight")
+    tokens_per_request: PositiveInt = Field(
+        4096, description="short rows share a request up to this many tokens; a longer row goes alone"
+    )
+    reserve_gb: NonNegativeFloat = Field(
+        50, description="disk that stays free, in units of 10^9 bytes (50 are 46.57 GiB)"
+    )
+    probe_rows: PositiveInt = Field(4, description="rows of a probe, compared with the target's own head")
+    rows_per_shard: PositiveInt = Field(1000, description="rows between two probes")
+    writer_threads: Parallel = Field(8, description="threads of the server that write files")
+    queue_gb: PositiveFloat = Field(
+        4, description="states that wait for the disk before decoding is slowed down, in units of 10^9 bytes"
+    )
+    neighbour_ids: bool = Field(False, description="the server also captures ids + 1, stored for probe rows only")
+    max_failure_share: Share = Field(0.02, description="of the rows; more that fail end the stage")
+    outage_minutes: Minutes = Field(60, description="minutes without a server before the stage gives up")
 
 
 class Train(Section):
-    warm_start: Path | None = None  # a native EAGLE-3 folder; none: from scratch
-    draft_vocab_size: PositiveInt | None = None  # from scratch only
-    draft_intermediate_size: PositiveInt | None = None  # from scratch only; default the target's
-    parallel: Literal["auto", "ddp", "fsdp2"] = "auto"
-    processes: Parallel = 1  # ranks a host
-    epochs: Epochs = 1
-    max_steps: PositiveInt | None = None
-    tokens_per_step: PositiveInt | None = None  # global batch; default one pack a rank
-    lr: Share
-    warmup_share: Share = 0.05
-    min_lr_share: Share = 0.0
-    weight_decay: Share = 0.0
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    grad_clip: PositiveFloat = 1.0
-    l2_sp: Annotated[Real, Field(ge=0, le=MOST)] = 0.0  # pull towards the warm start
-    trainable: Annotated[tuple[Part, ...], Field(min_length=1)] = ("layer", "fc", "norms", "lm_head")
-    ttt_steps: DraftTokens = 3
-    ttt_decay: Share = 1.0
-    precision: Literal["bf16", "fp32"] = "bf16"  # of compute; masters are always fp32
-    validation_share: Annotated[Real, Field(gt=0, lt=1)] = 0.05
-    validate_every: PositiveInt = 100
-    save_every: PositiveInt = 500
-    keep_checkpoints: PositiveInt = 2
-    patience: PositiveInt | None = None  # validations without improvement before stopping
-    loader_workers: Readers = 4  # threads reading packs ahead; 0 reads when needed
+    warm_start: LocalPath | None = Field(None, description="a native EAGLE-3 folder; none: from scratch")
+    draft_vocab_size: PositiveInt | None = Field(
+        None, description="from scratch: the most frequent tokens that the drafter may say; default: all"
+    )
+    draft_intermediate_size: PositiveInt | None = Field(None, description="from scratch; default: the target's")
+    parallel: Literal["auto", "ddp", "fsdp2"] = Field("auto", description="how ranks share the work")
+    processes: Parallel = Field(1, description="ranks on each host, one for each GPU")
+    epochs: Epochs = Field(1, description="passes over the rows")
+    max_steps: PositiveInt | None = Field(None, description="default: all of the epochs")
+    tokens_per_step: PositiveInt | None = Field(
+        None, description="of the global batch; default: one pack of max_seq_len for each rank"
+    )
+    lr: Share = Field(description="peak learning rate: about 1e-3 from scratch, 2e-5 from a warm start")
+    warmup_share: Share = Field(0.05, description="of the steps")
+    min_lr_share: Share = Field(0.0, description="of lr, at the end of the cosine")
+    weight_decay: Share = Field(0.0, description="AdamW's")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's")
+    grad_clip: PositiveFloat = Field(1.0, description="largest norm of the gradient")
+    l2_sp: NonNegativeFloat = Field(0.0, description="pull towards the warm start; times lr at most 1")
+    trainable: Annotated[tuple[Part, ...], Field(min_length=1)] = Field(
+        ("layer", "fc", "norms", "lm_head"), description="parts that learn; the others stay as they are"
+    )
+    ttt_steps: DraftTokens = Field(3, description="guesses in a row that each position is trained on")
+    ttt_decay: Share = Field(1.0, description="weight of each guess relative to the one before it")
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="of compute; master weights are always fp32")
+    validation_share: Annotated[Real, Field(gt=0, lt=1)] = Field(0.05, description="of the conversations")
+    validate_every: PositiveInt = Field(100, description="steps")
+    save_every: PositiveInt = Field(500, description="steps")
+    keep_checkpoints: PositiveInt = Field(2, description="the latest ones, beside the best")
+    patience: PositiveInt | None = Field(None, description="validations without improvement before it stops")
+    loader_workers: Readers = Field(4, description="threads that read packs ahead; 0: read when needed")
 
     @model_validator(mode="after")
     def _pull(self):
@@ -274,27 +224,33 @@ class Train(Section):
 
 
 class Export(Section):
-    step: PositiveInt | None = None  # default: the best complete step
-    reference: Path | None = None  # native folder whose form the export must have; default train.warm_start
+    step: PositiveInt | None = Field(None, description="default: the best complete step")
+    reference: LocalPath | None = Field(
+        None, description="native folder whose form the export must have; default: train.warm_start"
+    )
 
 
 class Cell(Section):
     """One measuring condition."""
 
-    concurrency: Parallel = 8
-    num_speculative_tokens: DraftTokens = 3
-    temperature: Temperature | None = None  # default: generate.temperature
+    concurrency: Parallel = Field(8, description="requests in flight")
+    num_speculative_tokens: DraftTokens = Field(3, description="tokens of a draft")
+    temperature: Temperature | None = Field(None, description="default: generate.temperature")
 
 
 class Acceptance(Section):
-    held_out: PositiveInt = 40  # conversations of the run's own sources kept out of training
-    prompts: Named = ()  # instead of the held-out slice
-    drafters: Words = ("warm_start", "run")  # also "none", and the path of any native folder
-    cells: Annotated[tuple[Cell, ...], Field(min_length=1)] = (Cell(),)
-    max_tokens: PositiveInt = 1024
-    max_prompts: PositiveInt = 40  # of each prompt set
-    budget_minutes: Minutes = 90
-    smoke: bool = True  # the pipeline serves an untrained warm start before the night, once for drafter and engine
+    held_out: PositiveInt = Field(40, description="conversations of the run's own sources kept out of training")
+    prompts: Named = Field((), description="sources to measure on instead of the held-out conversations")
+    drafters: Words = Field(
+        ("warm_start", "run"), description="what is served and compared: these, none, and folders of drafters"
+    )
+    cells: Annotated[tuple[Cell, ...], Field(min_length=1)] = Field(
+        (Cell(),), description="measuring conditions; the first one decides"
+    )
+    max_tokens: PositiveInt = Field(1024, description="tokens of an answer at most")
+    max_prompts: PositiveInt = Field(40, description="of each prompt set")
+    budget_minutes: Minutes = Field(90, description="minutes, server starts included")
+    smoke: bool = Field(True, description="the pipeline serves an untrained warm start once, before the first night")
 
 
 class Origin(NamedTuple):
@@ -303,15 +259,15 @@ class Origin(NamedTuple):
 
 
 class Config(Section):
-    run: Run
-    target: Target
-    servers: Servers
-    prompts: Annotated[Named, Field(min_length=1)]
-    generate: Generate
-    extract: Extract = Extract()
-    train: Train
-    export: Export = Export()
-    acceptance: Acceptance = Acceptance()
+    run: Run = Field(description="the run and its folder")
+    target: Target = Field(description="the served model")
+    servers: Servers = Field(description="the vLLM roles")
+    prompts: Annotated[Named, Field(min_length=1)] = Field(description="sources of conversations")
+    generate: Generate = Field(description="stage 01b")
+    extract: Extract = Field(Extract(), description="stage 02")
+    train: Train = Field(description="stage 04")
+    export: Export = Field(Export(), description="stage 05")
+    acceptance: Acceptance = Field(Acceptance(), description="stage 06")
 
     @cached_property
     def origin(self) -> Origin:
@@ -329,6 +285,9 @@ class Config(Section):
         path, overrides = self.origin
         path = path or str(self.run_dir / "01b_synthetic/config.yaml")
         return shlex.join(["./run_pipeline.sh", path, *flags, *_set(overrides)])
+
+    def server(self, role: Role) -> Server:
+        return getattr(self.servers, role)
 
     @property
     def run_dir(self) -> Path:
@@ -378,10 +337,17 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
 
     Relative paths are taken from the project's root. Raises ConfigError, one line.
     """
+    if not str(path).strip():
+        raise ConfigError("--config: the name of the file is blank")
+    try:
+        path = in_home(str(path))
+    except ValueError as error:
+        raise ConfigError(f"--config: {error}") from None
     tree = config_tree.read(path, overrides, ROOT)
     try:
         loaded = _rooted(Config.model_validate(tree))
-        loaded.__dict__["origin"] = Origin(str(path), tuple(overrides))
+        _keep_secrets(loaded, overrides)
+        loaded.__dict__["origin"] = Origin(path, tuple(overrides))
         return loaded
     except ValidationError as error:
         problems = error.errors()
@@ -390,6 +356,16 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         problems = [e for e in problems if e["loc"] not in inner]
         unknown = [e for e in problems if e["type"] == "extra_forbidden"]
         raise ConfigError(f"{path}: " + "; ".join(_explain(e) for e in unknown or problems)) from None
+
+
+def _keep_secrets(loaded: Config, overrides: Iterable[str]) -> None:
+    """Raises ConfigError for an override that holds a secret: every user sees it in `ps`, and records repeat it."""
+    for role in get_args(Role):
+        for name, value in loaded.server(role).secrets.items():
+            if any(
+                override.startswith("servers") and name in override for override in overrides if value in override
+            ):
+                raise ConfigError(f"--set servers.{role}.env.{name}: export {name} instead of showing it to everyone")
 
 
 def _explain(error: dict) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from drafter import strict_yaml, user_files
+from drafter.config_types import in_home
 from drafter.errors import ConfigError
 
 
@@ -39,17 +40,24 @@ def _apply(tree: dict, override: str, root: Path) -> None:
     node: Any = tree
     try:
         for part in parents:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        node[int(last) if isinstance(node, list) else last] = value
+            node = node[_index(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[_index(last) if isinstance(node, list) else last] = value
     except (ValueError, IndexError, TypeError, AttributeError):
         raise ConfigError(f"--set {override}: no such place in the config") from None
+
+
+def _index(text: str) -> int:
+    """Raises ValueError unless these are decimal digits, of ASCII alone."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(text)
+    return int(text)
 
 
 def _value(text: str, root: Path) -> Any:
     """YAML, or `@FILE` for what that file holds."""
     if not text.startswith("@"):
         return strict_yaml.load(text)
-    path = root / text[1:]
+    path = root / in_home(text[1:])
     try:
         return strict_yaml.load(user_files.read_text(path))
     except OSError as error:

@@ -82,11 +82,14 @@ def _extraction_flags(run_config: config.Config) -> dict[str, Any]:
 
 
 def environment(server: config.Server) -> dict[str, str]:
-    """What a `command` server's process sees: ours, offline, its `gpus`, our connector; then the config's own."""
+    """Environment of a `command` server: ours, offline, its `gpus`, our connector; then the config's own.
+
+    Raises ConfigError for a secret that a written config leaves out and that is not exported.
+    """
     result = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(config.ROOT), os.environ.get("PYTHONPATH")]))
     if server.api_key_env and server.api_key_env in os.environ:
         result["VLLM_API_KEY"] = os.environ[server.api_key_env]
     if server.gpus:  # as nvidia-smi numbers them
         result |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, server.gpus))}
-    return result | server.env
+    return result | server.environment()

@@ -131,6 +131,10 @@ def servers(run_config: config.Config) -> Iterator[str]:
             yield f"servers.{role}.api_key_env: it names a variable that is not set"
         if own.kind != "command":
             continue
+        try:
+            own.environment()
+        except ConfigError as error:
+            yield f"servers.{role}.{error}"
         if own.python and not shutil.which(own.python):
             yield f"servers.{role}.python: no program {own.python}"
         offered = own.flags.get("max-model-len", run_config.target.architecture.max_position_embeddings)

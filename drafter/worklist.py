@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -139,10 +140,9 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> "Share":
-        try:
-            index, of = map(int, text.split("/"))
-        except ValueError:
-            raise ConfigError(f"--shard {text}: write it as i/n") from None
+        if not re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", text):
+            raise ConfigError(f"--shard {text}: write it as i/n")
+        index, of = map(int, text.split("/"))
         if not 1 <= index <= of:
             raise ConfigError(f"--shard {text}: i must be between 1 and {of}")
         return cls(index, of)

@@ -1,12 +1,14 @@
 """The run's schema: strict, frozen, one line for every mistake."""
 
+import argparse
 import json
+from datetime import datetime
 
 import pytest
 import yaml
 
-from drafter import config, model_folder
-from drafter.errors import ConfigError
+from drafter import arguments, config, launch, model_folder, preflight, worklist
+from drafter.errors import LONGEST_MESSAGE, ConfigError
 
 DEFAULT = config.ROOT / "configs/smollm2_cpu.yaml"
 
@@ -270,3 +272,115 @@ def test_default_config_states_every_sampling_field():
     tree = yaml.safe_load(config.load(DEFAULT).dump())["generate"]
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     assert all(tree[name] is not None for name in ("temperature", "top_p", "top_k", "min_p", *penalties))
+
+
+# Secrets
+
+
+SECRETS = {"HF_TOKEN": "hf_abc123", "MY_API_KEY": "k-456", "DbPassword": "pw-789", "CLIENT_SECRET": "s-000"}
+
+
+def with_secrets(tmp_path, more=None) -> config.Config:
+    tree = yaml.safe_load(DEFAULT.read_text())
+    tree["servers"]["generate"]["env"] = SECRETS | (more or {})
+    path = tmp_path / "secret.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return config.load(path, [f"run.dir={tmp_path}"])
+
+
+def test_secrets_never_reach_a_written_config_and_the_written_one_says_where_they_come_from(tmp_path, monkeypatch):
+    """Seam M12: servers.*.env went verbatim into every config.yaml and into the report."""
+    loaded = with_secrets(tmp_path, {"TOKENIZERS_PARALLELISM": "false"})
+    assert loaded.servers.generate.environment()["HF_TOKEN"] == "hf_abc123"
+    written = loaded.dump() + json.dumps(loaded.value("servers")) + str(loaded.model_dump())
+    assert not [value for value in SECRETS.values() if value in written]
+    assert loaded.value("servers.generate.env")["TOKENIZERS_PARALLELISM"] == "false"
+
+    (tmp_path / "config.yaml").write_text(loaded.dump())
+    server = config.load(tmp_path / "config.yaml").servers.generate
+    with pytest.raises(ConfigError, match=r"env\.(\w+) is a secret, which this config does not hold: export \1$"):
+        server.environment()
+    assert any("export CLIENT_SECRET" in line for line in preflight.servers(config.load(tmp_path / "config.yaml")))
+    for name in SECRETS:
+        monkeypatch.setenv(name, f"exported {name}")
+    assert launch.environment(server)["HF_TOKEN"] == "exported HF_TOKEN"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("servers.generate.env.HF_TOKEN=hf_abc123", "servers.generate.env.HF_TOKEN: export HF_TOKEN"),
+        ("servers.generate.env={HF_TOKEN: hf_abc123}", "servers.generate.env.HF_TOKEN: export HF_TOKEN"),
+        ("servers.generate.args={api-key: hf_abc123}", "name its variable with api_key_env"),
+        ("servers.generate.args.api_key=hf_abc123", "name its variable with api_key_env"),
+        ("servers.generate.args.hf-token=hf_abc123", "export HF_TOKEN"),
+        ("servers.generate.url=http://me:hf_abc123@127.0.0.1:8000", "holds a password"),
+    ],
+)
+def test_a_secret_that_others_would_see_is_refused_without_repeating_it(override, said):
+    """Seam M12: in `ps`, in servers/*.json and in the commands that a report repeats."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        config.load(DEFAULT, [override])
+    assert "hf_abc123" not in str(caught.value)
+
+
+# Paths and words as a user types them
+
+
+def test_a_tilde_is_the_home_folder_in_every_path_of_a_config(tmp_path, monkeypatch):
+    """Seam L11, B20."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text(DEFAULT.read_text())
+    (tmp_path / "lr").write_text("0.01")
+    paths = {
+        "run.dir": "~/runs", "run.take.01b_synthetic": "~/old", "target.model": "~/model",
+        "train.warm_start": "~/drafter", "export.reference": "~/reference", "servers.extract.link": "~/link",
+        "servers.extract.python": "~/python",
+    }  # fmt: skip
+    sets = [f"{key}={value}" for key, value in paths.items()] + ["prompts.0.path=~/p.jsonl"]
+    loaded = config.load("~/mine.yaml", [*sets, "acceptance.drafters=[none, ~/drafter]", "train.lr=@~/lr"])
+    for key, value in paths.items():
+        assert loaded.value(key) == str(tmp_path / value[2:]), key
+    assert loaded.prompts[0].path == tmp_path / "p.jsonl"
+    assert loaded.acceptance.drafters == ("none", str(tmp_path / "drafter")) and loaded.train.lr == 0.01
+    with pytest.raises(ConfigError, match="run.dir: ~nobody-here/x: no home folder of that user is known"):
+        config.load(DEFAULT, ["run.dir=~nobody-here/x"])
+
+
+@pytest.mark.parametrize("override", ["run.name=" + "x " * 50_000, "x" * 100_000 + "=1", "prompts=" + "[" * 100_000])
+def test_a_message_does_not_repeat_a_hundred_thousand_letters(override):
+    with pytest.raises(ConfigError) as caught:
+        config.load(DEFAULT, [override])
+    assert len(str(caught.value)) <= LONGEST_MESSAGE and "\n" not in str(caught.value)
+
+
+def test_a_shortened_message_says_how_much_is_missing():
+    message = str(ConfigError(f"no config file {'a' * 1000}, did you mean status?"))
+    assert message.startswith("no config file aaa") and message.endswith(", did you mean status?")
+    assert "...(751 more letters)..." in message
+
+
+@pytest.mark.parametrize("text", ["\u0663", "\u00b2", "\u0661\u0662", "0", "-1", "+1", "1_0", " 1", "9" * 5000, ""])
+def test_a_count_is_written_in_ascii_digits(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        arguments.positive(text)
+    for refused in (f"prompts.{text}.count=1", f"prompts.{text}.name=x"):
+        if text != "0":
+            with pytest.raises(ConfigError):
+                config.load(DEFAULT, [refused])
+    with pytest.raises(ConfigError):
+        worklist.Share.parse(f"{text}/4")
+
+
+def test_a_time_is_written_in_ascii_digits():
+    with pytest.raises(ConfigError, match="HH:MM"):
+        arguments.next_time("\u0660\u0667:\u0660\u0660", datetime(2026, 11, 29))
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_name_of_a_config_is_refused(blank):
+    """It ran the default config."""
+    with pytest.raises(ConfigError, match="blank"):
+        arguments.read([blank])
+    with pytest.raises(ConfigError, match="blank"):
+        config.load(blank)

@@ -1,0 +1,51 @@
+"""What the config's sections are made of: bounded numbers, paths, and a base class that refuses unknown keys."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+# Strict numbers: booleans and numeric strings are refused. The bounds only catch slips of the hand.
+Whole = Annotated[int, Field(strict=True)]
+Real = Annotated[float, Field(strict=True)]
+MOST = 10**8  # of anything counted
+PositiveInt = Annotated[Whole, Field(gt=0, le=MOST)]
+NonNegativeInt = Annotated[Whole, Field(ge=0, le=MOST)]
+Parallel = Annotated[Whole, Field(gt=0, le=10_000)]  # of anything done at once
+Epochs = Annotated[Whole, Field(gt=0, le=10_000)]
+Readers = Annotated[Whole, Field(ge=0, le=256)]  # each holds a pack
+SequenceLength = Annotated[Whole, Field(ge=32, le=MOST)]  # shorter: no row has an answer left
+DraftTokens = Annotated[Whole, Field(gt=0, le=64)]
+PositiveFloat = Annotated[Real, Field(gt=0, le=MOST)]
+NonNegativeFloat = Annotated[Real, Field(ge=0, le=MOST)]
+Minutes = Annotated[Real, Field(gt=0, le=7 * 24 * 60)]
+Share = Annotated[Real, Field(ge=0, le=1)]
+Beta = Annotated[Real, Field(ge=0, lt=1)]
+Temperature = Annotated[Real, Field(ge=0, le=2)]
+Penalty = Annotated[Real, Field(ge=-2, le=2)]
+
+
+def in_home(path: str) -> str:
+    """`~` and `~user` at the beginning of a path stand for a home folder. Raises ValueError for an unknown user."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:
+        raise ValueError(f"{path}: no home folder of that user is known") from None
+
+
+LocalPath = Annotated[Path, AfterValidator(lambda path: Path(in_home(str(path))))]
+Word = Annotated[str, Field(pattern=r"\S"), AfterValidator(in_home)]
+Words = Annotated[tuple[Word, ...], Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Frozen, and an unknown key is an error: a misspelt setting must never be ignored in silence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _something(cls, value: Any) -> Any:
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("is blank: give it a value, or leave the key out")
+        return value
