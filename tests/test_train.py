@@ -491,7 +491,7 @@ def test_a_best_step_that_lost_a_file_is_made_again(undisturbed, tmp_path):
     assert code == 0 and not checkpoint.missing_files(folder(path) / summary["facts"]["best"])
 
 
-@pytest.mark.parametrize(("tokens", "spans"), [(20, []), (2, [[0, 2]]), (90, [[70, 80]])])
+@pytest.mark.parametrize(("tokens", "spans"), [(20, [[19, 20]]), (2, [[1, 2]]), (90, [[70, 80]])])
 def test_nothing_to_learn_is_said_before_the_first_step(target, tmp_path, tokens, spans):
     """T01, T02, T04, T06"""
     path = captured.write_config(tmp_path, target)
@@ -506,9 +506,9 @@ def test_rows_without_supervision_are_left_out_with_a_count(target, tmp_path, ca
     caplog.set_level("INFO")
     path = captured.write_config(tmp_path, target, max_steps=2)
     stage_folder = path.parent / "runs/run/02_hidden_states"
-    spans = [[[5, 30]], [], [[29, 30]], [[3, 30]], [[10, 30]]]
+    spans = [[[5, 30]], [[7, 8]], [[29, 30]], [[3, 30]], [[10, 30]]]
     entries = [captured.write_row(stage_folder, i, 30, s) for i, s in enumerate(spans)]
-    entries.append(captured.write_row(stage_folder, 9, 2, [[0, 2]]))
+    entries.append(captured.write_row(stage_folder, 9, 2, [[1, 2]]))
     captured.write_stage(stage_folder, entries)
     code, summary = captured.train(path)
     assert code == 0
@@ -639,7 +639,7 @@ def test_uneven_rows_do_not_hang_the_ranks(target, tmp_path):
     """T03: an odd number of packs, seven validation rows, unsupervised rows among them."""
     path = captured.write_config(tmp_path, target, epochs=1, validation_share=0.3, tokens_per_step=128)
     stage_folder = path.parent / "runs/run/02_hidden_states"
-    entries = [captured.write_row(stage_folder, i, 50, [] if i == 1 else [[5, 50]]) for i in range(23)]
+    entries = [captured.write_row(stage_folder, i, 50, [[49, 50]] if i == 1 else [[5, 50]]) for i in range(23)]
     captured.write_stage(stage_folder, entries)
     assert captured.train_on_ranks(2, path) == [0, 0]
 
