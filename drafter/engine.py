@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from drafter import artifacts, config, native, process, server
-from drafter.launch import command
+from drafter import artifacts, config, launch, native, process
 
 KEPT = "engine.json"  # below run.dir: the answers of each engine, by what was asked of it
 KEPT_ANSWERS = 32
@@ -71,11 +70,11 @@ def check(run_config: config.Config, keep: bool = False) -> Iterator[str]:
         return
     architecture = run_config.target.architecture.name
     flags = {
-        role: command(run_config, role)[3:]
+        role: launch.command(run_config, role)[3:]
         for role in get_args(config.Role)
         if (other := getattr(run_config.servers, role)).kind == "command" and other.python == own.python
     }
-    python, environment = own.python or sys.executable, server.environment(own)
+    python, environment = own.python or sys.executable, launch.environment(own)
     me = str(os.getpid())
     versions = process.run([python, "-c", FOLLOW_PARENT + ASK_VERSIONS, me], timeout=60, env=environment)
     question = json.dumps([versions.stdout, architecture, flags, own.env], sort_keys=True)

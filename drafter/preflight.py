@@ -5,16 +5,15 @@ import os
 import re
 import shlex
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
-from urllib.parse import urlsplit
 
 from drafter import (
     artifacts,
     chat,
+    command_server,
     config,
     engine,
     estimates,
@@ -222,13 +221,8 @@ def ports(run_config: config.Config) -> Iterator[str]:
         own = getattr(run_config.servers, role)
         if own.kind != "command" or server.alive(run_config, role):
             continue
-        address = urlsplit(own.url)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address.hostname, address.port or 80))
-            except OSError as error:
-                yield f"servers.{role}.url: cannot listen at {own.url} ({error.strerror})"
+        if fault := command_server.address_fault(run_config, role):
+            yield fault
 
 
 def units(run_config: config.Config) -> Iterator[str]:

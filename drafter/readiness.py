@@ -96,7 +96,7 @@ def found_at(server: config.Server) -> str:
     """What answers at the address of a role that is down, in words; empty when nothing does."""
     try:
         served = ", ".join(model["id"] for model in _request(server, "/v1/models", None, 2)["data"])
-        return f"a server that this run did not start, of {served}"
+        return f"a server of {served}"
     except (_Refused, TimeoutError, ValueError, LookupError, TypeError, RecursionError):
         return "another program"
     except (OSError, http.client.HTTPException):

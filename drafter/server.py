@@ -15,24 +15,29 @@ import logging
 import math
 import os
 import shlex
-import socket
-import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
-from urllib.parse import urlsplit
 
-from drafter import artifacts, config, gpu, interrupts, model_folder, process, readiness, stage, systemd
+from drafter import (
+    artifacts,
+    command_server,
+    config,
+    gpu,
+    interrupts,
+    model_folder,
+    readiness,
+    stage,
+    systemd,
+)
 from drafter.errors import ConfigError, ResumableError
-from drafter.launch import command, environment
+from drafter.launch import command
 from drafter.readiness import Cause, Unready
 
 log = logging.getLogger("drafter")
 
 GIVE_UP_RESTARTS = 2  # of a systemd unit that keeps dying while it boots
-QUICK_SECONDS = 10  # to stop a `command` that has nothing to finish: it was never ready, or hangs
 
 DOWN, UNFIT = 3, 4  # exit codes of `status`
 
@@ -58,8 +63,8 @@ def serving(
     """Bring a role up, with `drafter` (a native EAGLE-3 folder) when given, and down again whatever happens."""
     if drafter is not None and run_config.servers.model_dump()[role]["kind"] != "command":
         raise ConfigError(f"servers.{role}.kind: a drafter is a launch argument, so this role must be a `command`")
+    up(run_config, role, drafter, num_speculative_tokens, log_file, alone=True)
     try:
-        up(run_config, role, drafter, num_speculative_tokens, log_file)
         yield
     finally:
         down(run_config, role)
@@ -72,13 +77,16 @@ def up(
     num_speculative_tokens: int = 3,
     log_file: Path | None = None,
     wanted: Callable[[], bool] = lambda: True,
+    alone: bool = False,
 ) -> None:
     """Start a role unless it runs already as asked, and wait until it is ready, or no longer `wanted`.
 
-    Raises ConfigError for what the user must change (no such unit, port taken), ResumableError when the server
-    dies or is not ready in time. A `command` that failed leaves no process behind.
+    `alone`: not beside another process of this run that uses the role's server. Raises ConfigError for what the user
+    must change (no such unit, port taken, server in use), ResumableError when the server dies or is not ready in
+    time. A `command` that failed leaves no process behind.
     """
     server = _settings(run_config, role)
+    ours = False
     if server.kind == "systemd":
         if _relink(run_config, role) and systemd.is_active(server):
             log.info("%s writes for another run: restarting it for this one", server.unit)
@@ -86,11 +94,13 @@ def up(
         if not systemd.is_active(server):
             systemd.start(server)
     elif server.kind == "command":
-        _start(run_config, role, command(run_config, role, drafter, num_speculative_tokens), log_file)
+        model_folder.read_architecture(run_config.target.model)  # before anything is made; vLLM would say it late
+        line = command(run_config, role, drafter, num_speculative_tokens)
+        ours = command_server.start(run_config, role, line, log_file, alone)
     try:
         wait(run_config, role, wanted)
     except BaseException:
-        if server.kind == "command":
+        if ours:
             down(run_config, role)
         raise
 
@@ -116,7 +126,7 @@ def wait(run_config: config.Config, role: config.Role, wanted: Callable[[], bool
             spoke, shown = time.monotonic(), reason
         time.sleep(min(1, 0.1 + waited / 10))
     if server.kind == "command":
-        _mark_ready(run_config, role)
+        command_server.mark_ready(run_config, role)
     log.info("server %s is ready after %.0f s", role, time.monotonic() - started)
 
 
@@ -141,7 +151,7 @@ def stop(run_config: config.Config, role: config.Role, hangs: bool = False, at_m
     if server.kind == "external":
         return False
     if server.kind == "command":
-        return _stop(run_config, role, hangs, at_most)
+        return command_server.stop(run_config, role, hangs, at_most)
     log.info("server %s: stopping %s", role, server.unit)
     systemd.stop(server)
     return True
@@ -166,7 +176,7 @@ def alive(run_config: config.Config, role: config.Role) -> bool:
     if server.kind == "systemd":
         return systemd.is_active(server)
     if server.kind == "command":
-        return _recorded(run_config, role) is not None
+        return command_server.running(run_config, role) is not None
     return True
 
 
@@ -192,100 +202,11 @@ def missing(run_config: config.Config, role: config.Role, patience: float | None
 
 
 def _instead(run_config: config.Config, server: config.Server) -> str:
-    """What answers at the address of a role that is down: another run's server, or another program."""
-    for path in run_config.run.dir.glob("*/servers/*.json"):
-        record = artifacts.read_note(path, pid=int, boot=str, home=str, command=list)
-        there = record and record["home"] == artifacts.home(path.parent) and process.lives(record)
-        if there and ("--port", str(urlsplit(server.url).port or 80)) in pairwise(record["command"]):
-            return f"; at {server.url} is the server {path.stem} of the run {path.parent.parent.name}"
-    found = readiness.found_at(server)
-    return f"; at {server.url} is {found}" if found else ""
-
-
-# Kind `command`
-
-
-def _record_path(run_config: config.Config, role: config.Role) -> Path:
-    return run_config.run_dir / "servers" / f"{role}.json"
-
-
-def _read_record(run_config: config.Config, role: config.Role) -> dict | None:
-    """What was noted of the process we started for this role; None for another run's, of which this is a copy."""
-    path = _record_path(run_config, role)
-    record = artifacts.read_note(path, pid=int, boot=str, home=str, ready=bool, command=list, log=str)
-    return record if record and record["home"] == artifacts.home(path.parent) else None
-
-
-def _recorded(run_config: config.Config, role: config.Role) -> dict | None:
-    """The process we started for this role, if it still lives (its pid was not given to another process)."""
-    record = _read_record(run_config, role)
-    return record if record and process.lives(record) else None
-
-
-def _mark_ready(run_config: config.Config, role: config.Role) -> None:
-    record = _recorded(run_config, role)
-    if record and not record["ready"]:
-        artifacts.write_json(_record_path(run_config, role), record | {"ready": True})
-
-
-def _start(run_config: config.Config, role: config.Role, line: list[str], log_file: Path | None) -> None:
-    server = _settings(run_config, role)
-    if record := _recorded(run_config, role):
-        if record["command"] == line:
-            return
-        log.info("server %s runs with other arguments: stopping it first", role)
-    _stop(run_config, role)  # also what outlived a dead one: once the new one is recorded, nobody would end it
-    model_folder.read_architecture(run_config.target.model)  # a model that is not there would be vLLM's to find out
-    address = urlsplit(server.url)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
-            probe.bind((address.hostname, address.port or 80))
-        except OSError as error:
-            raise ConfigError(f"servers.{role}.url: cannot listen at {server.url} ({error.strerror})") from None
-    path = log_file or _record_path(run_config, role).with_suffix(".log")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as output, interrupts.held():
-        try:
-            started = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(server),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ConfigError(f"servers.{role}.python: {line[0]} does not run ({error.strerror})") from None
-        try:
-            _record(run_config, role, process.identity(started.pid) | {"command": line, "log": str(path)})
-        except BaseException:
-            process.end_session(started.pid, 0)  # unrecorded, nobody would ever stop it
-            raise
-    log.info("server %s: started process %d, log in %s", role, started.pid, path)
-
-
-def _record(run_config: config.Config, role: config.Role, facts: dict) -> None:
-    path = _record_path(run_config, role)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    artifacts.write_json(path, facts | {"home": artifacts.home(path.parent), "ready": False})
-
-
-def _stop(run_config: config.Config, role: config.Role, hangs: bool = False, at_most: float = math.inf) -> bool:
-    """Returns whether a process was recorded. Raises ResumableError naming processes that cannot be ended.
-
-    The record of those stays.
-    """
-    record = _read_record(run_config, role)
-    # Workers may outlive the leader; but a pid that was given to somebody else since is not ours to end.
-    if record and record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record.get("birth")):
-        patient = record["ready"] and not hangs
-        seconds = min(_settings(run_config, role).stop_seconds, at_most, math.inf if patient else QUICK_SECONDS)
-        log.info("server %s: stopping process %d, killed after %.0f s", role, record["pid"], seconds)
-        if left := process.end_session(record["pid"], seconds):
-            raise ResumableError(f"server {role}: process {', '.join(map(str, left))} hangs and cannot be ended")
-    _record_path(run_config, role).unlink(missing_ok=True)
-    return record is not None
+    """What has the address of a role that is down: a server of another run or of none, or another program."""
+    answers, held = readiness.found_at(server), command_server.at_address(run_config, server)
+    if answers or held:
+        return f"; at {server.url} is {': '.join(filter(None, (answers, held)))}"
+    return ""
 
 
 # Kind `systemd`
@@ -336,7 +257,7 @@ def tail(run_config: config.Config, role: config.Role) -> str:
     server = _settings(run_config, role)
     if server.kind == "systemd":
         return systemd.tail(server)
-    if record := _read_record(run_config, role):
+    if record := command_server.read_record(run_config, role):
         with contextlib.suppress(FileNotFoundError):
             return "\n".join(Path(record["log"]).read_text(errors="replace").splitlines()[-systemd.TAIL_LINES :])
     return ""

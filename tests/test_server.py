@@ -18,7 +18,18 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import artifacts, config, preflight, process, readiness, server, supervise, systemd
+from drafter import (
+    artifacts,
+    command_server,
+    config,
+    launch,
+    preflight,
+    process,
+    readiness,
+    server,
+    supervise,
+    systemd,
+)
 from drafter.errors import ConfigError, ResumableError
 from drafter.readiness import Cause
 
@@ -306,7 +317,7 @@ def test_a_healthy_server_with_a_hanging_engine_is_not_ready_and_is_not_left_beh
 )
 def test_a_server_that_cannot_serve_this_run_is_refused(role, fake, override, reason):
     run_config = role(fake)
-    server._start(run_config, "generate", server.command(run_config, "generate"), None)
+    command_server.start(run_config, "generate", server.command(run_config, "generate"))
     changed = config.load(CPU_CONFIG, [*run_config.origin.overrides, override])
     while (found := server.missing(changed, "generate")).cause is Cause.NO_ANSWER:
         time.sleep(0.1)
@@ -370,9 +381,9 @@ def test_a_copied_run_has_no_server_and_leaves_the_originals_alone_and_a_moved_o
 def test_a_server_that_was_never_ready_or_hangs_is_not_given_the_time_of_one_with_work_to_finish(
     role, monkeypatch, fake
 ):
-    monkeypatch.setattr(server, "QUICK_SECONDS", 0.5)
+    monkeypatch.setattr(command_server, "QUICK_SECONDS", 0.5)
     run_config = role(fake, stop_seconds=300)
-    server._start(run_config, "generate", server.command(run_config, "generate"), None)
+    command_server.start(run_config, "generate", server.command(run_config, "generate"))
     time.sleep(0.3)
     started = time.monotonic()
     server.down(run_config, "generate", hangs="hang" in fake)
@@ -388,11 +399,121 @@ def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_p
         server.up(second, "generate")
     url = first.servers.generate.url
     found = str(server.missing(second, "generate"))
-    assert found == f"not running; at {url} is the server generate of the run smollm2_cpu"
+    pid = session(first)
+    known = (
+        f"process {pid}, the server generate of the run smollm2_cpu; `down generate` with that run's config ends it"
+    )
+    assert found == f"not running; at {url} is a server of smollm2: {known}"
     assert server.status(second, "generate")["alive"] is False
     elsewhere = config.load(CPU_CONFIG, [*second.origin.overrides, f"run.dir={tmp_path / 'elsewhere'}"])
     found = str(server.missing(elsewhere, "generate"))
-    assert found.endswith("is a server that this run did not start, of smollm2")
+    assert f"; at {url} is a server of smollm2: process {pid} (" in found
+    assert found.endswith(f"which no run here has recorded; `kill {pid}` ends it")
+
+
+def started_by_hand(run_config) -> subprocess.Popen:
+    """A server of the role's own command line that no run has recorded."""
+    line = server.command(run_config, "generate")
+    return subprocess.Popen(line, env=launch.environment(run_config.servers.generate), start_new_session=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_server_that_boots_and_no_run_has_recorded_is_named_with_what_ends_it(role, tmp_path, host):
+    """Seam K1: it has bound its port and does not listen yet, which a trial with SO_REUSEADDR does not see."""
+    mark = tmp_path / "mark"
+    run_config = role(f"mark={mark} slow", url=f"http://{host}:{free_port()}")
+    orphan = started_by_hand(run_config)
+    try:
+        while not mark.exists():
+            time.sleep(0.01)
+        with pytest.raises(
+            ConfigError, match=f"cannot listen at .* in use.* held by process {orphan.pid} "
+        ) as caught:
+            server.up(run_config, "generate")
+        assert str(caught.value).endswith(f"which no run here has recorded; `kill {orphan.pid}` ends it")
+        assert str(caught.value) in list(preflight.ports(run_config))
+        assert f"`kill {orphan.pid}` ends it" in str(server.missing(run_config, "generate"))
+        assert orphan.poll() is None
+    finally:
+        orphan.kill()
+        orphan.wait()
+    assert not list(preflight.ports(run_config))
+
+
+def test_another_program_that_listens_at_the_address_is_named(role):
+    """Seam K1"""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        run_config = role(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=rf"in use\): it is held by process {os.getpid()} \(.*pytest"):
+            server.up(run_config, "generate")
+
+
+HOLD = """
+import sys, time
+from drafter import config, server
+run_config = config.load(sys.argv[1], sys.argv[2:])
+with server.serving(run_config, "generate"):
+    print("serving", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def serving_elsewhere(run_config) -> subprocess.Popen:
+    """Another process that serves the role, until its input ends."""
+    line = [sys.executable, "-c", HOLD, str(CPU_CONFIG), *run_config.origin.overrides]
+    return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=config.ROOT)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_server_that_another_process_of_the_run_uses_is_neither_replaced_nor_shared_nor_stopped(role, same):
+    """Seam K1: two 06 on one run."""
+    run_config = role()
+    other = serving_elsewhere(run_config)
+    try:
+        assert other.stdout.readline() == "serving\n"
+        leader = session(run_config)
+        drafter = {} if same else {"drafter": CPU_CONFIG.parent}
+        refused = f"in use by process {other.pid} \\(.*; wait until it has ended, or stop it"
+        with pytest.raises(ConfigError, match=refused), server.serving(run_config, "generate", **drafter):
+            pass
+        assert process.birth(leader) and server.missing(run_config, "generate") is None
+    finally:
+        other.communicate("\n", timeout=60)
+    assert other.returncode == 0 and not process.members(leader)
+    server.up(run_config, "generate")
+
+
+def test_what_a_killed_process_served_is_taken_over(role):
+    """Seam K1: its record names the server, and nobody uses it any more."""
+    run_config = role()
+    other = serving_elsewhere(run_config)
+    assert other.stdout.readline() == "serving\n"
+    leader = session(run_config)
+    other.kill()
+    other.communicate()
+    with server.serving(run_config, "generate"):
+        assert session(run_config) == leader
+    assert not process.members(leader)
+
+
+def test_processes_that_start_a_role_at_once_start_one_server(role):
+    """Seam K1: the record is written before another process looks."""
+    run_config = role()
+    others = [serving_elsewhere(run_config) for _ in range(4)]
+    answers = [other.communicate("\n", timeout=100)[0] for other in others]
+    assert "serving\n" in answers
+    assert command_server.at_address(run_config, run_config.servers.generate) is None, "an orphan is left"
+
+
+def test_a_start_waits_for_no_lock_and_says_so(role, monkeypatch):
+    """Seam K1"""
+    monkeypatch.setattr(command_server, "LOCK_SECONDS", 0.1)
+    run_config = role()
+    with (
+        artifacts.locked(run_config.run_dir / "servers"),
+        pytest.raises(ConfigError, match="another process is starting or stopping a server of the run smollm2_cpu"),
+    ):
+        server.up(run_config, "generate")
 
 
 def test_a_model_that_is_not_there_is_said_before_anything_is_started(role):
@@ -435,9 +556,9 @@ def test_an_interpreter_that_does_not_run_is_one_line(role, tmp_path):
 
 
 def test_a_server_runs_on_the_gpus_it_is_waited_for_on(role):
-    seen = server.environment(role(gpus=[1, 3]).servers.generate)
+    seen = launch.environment(role(gpus=[1, 3]).servers.generate)
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]) == ("1,3", "PCI_BUS_ID")
-    own = server.environment(role(gpus=[1], env={"CUDA_VISIBLE_DEVICES": "GPU-58ca22cc"}).servers.generate)
+    own = launch.environment(role(gpus=[1], env={"CUDA_VISIBLE_DEVICES": "GPU-58ca22cc"}).servers.generate)
     assert own["CUDA_VISIBLE_DEVICES"] == "GPU-58ca22cc", "the config's own words come last"
 
 
@@ -659,7 +780,7 @@ def test_real_systemd_keeps_a_start_waiting_for_what_conflicts_and_it_counts_as_
 
 def test_a_server_is_not_ready_before_the_gpus_hold_the_model(role, machine):
     run_config = role(gpus=[0])
-    server._start(run_config, "generate", server.command(run_config, "generate"), None)
+    command_server.start(run_config, "generate", server.command(run_config, "generate"))
     while (found := server.missing(run_config, "generate")).cause is Cause.NO_ANSWER:
         time.sleep(0.1)
     assert found.cause is Cause.LOADING and "GPU 0 does not hold its 0.3 GiB" in str(found)
