@@ -52,7 +52,12 @@ def _model_is_here(run_config: config.Config) -> bool:
 def prompt_faults(run_config: config.Config) -> Iterator[str]:
     """What 01b would stop at: files that are not there or hold nothing, and no row beside the held-out ones."""
     for source in (*run_config.prompts, *run_config.acceptance.prompts):
-        if source.path and not (held := sources.count(source)):
+        try:
+            held = sources.count(source)
+        except ConfigError as error:
+            yield str(error)
+            return
+        if source.path and not held:
             what = "does not exist" if held is None else "holds no conversation"
             yield f"prompts {source.name}: {source.path} {what}"
     asked = conversations_asked(run_config)

@@ -33,6 +33,14 @@ def test_a_new_run_says_what_comes_first_and_what_waits(monkeypatch, tmp_path):
     ]
 
 
+def test_how_prompts_were_read_and_what_is_rejected_of_them_stands_below_01b(monkeypatch, tmp_path):
+    """Seam U3: how each source was read is one line of the dry run, with its first conversation."""
+    read = ["prompts s: /data/s.jsonl (JSON Lines), read by question, turns: last; the first: 'why?'"]
+    broken = ["prompts s: rejected: /data/s.jsonl line 4: not JSON", "a line can be ..."]
+    lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic={"read": read, "broken": broken}))
+    assert [line.strip() for line in lines[2:5]] == [*read, *broken]
+
+
 def test_a_finding_stands_once_below_its_stage(monkeypatch, tmp_path):
     twice = "no model at /nowhere"
     found = {twice: "01b_synthetic", "no drafter at /nowhere": "04_train"}
