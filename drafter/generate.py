@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from drafter import artifacts, chat, client, conversations, mix, prompts, rows, server
@@ -97,34 +98,41 @@ def _name_pending(path: Path, work: Work) -> None:
 
 
 def plan(stage: Stage) -> dict:
-    """Offline: the mix by source, what is left to do, and what is missing."""
+    """Offline: the mix by source, what is left to do, and what is missing.
+
+    `refused` is what the pipeline must stop at before it starts a server; its own checks do not know it.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported
-    findings = []
-    for check in (stage.config.check_against_model, lambda: chat.check_template(stage.config)):
-        try:
-            check()
-        except ConfigError as error:
-            findings.append(str(error))
-    result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
+    findings = _faults(stage.config.check_against_model)
+    refused = _faults(lambda: chat.check_template(stage.config))
+    result = {"stage": stage.name, "dry_run": True, "pending": 1}
     unfinished = (read_manifest(stage.folder) or {}).get("status") != "complete"
     with tempfile.TemporaryDirectory() as scratch:
         try:
             mixed = stage.folder if mix.current(stage.config, stage.folder) else Path(scratch)
             meta = mix.materialise(stage.config, mixed, earlier=stage.folder)
         except ConfigError as error:
-            findings.append(str(error))
-            return result
+            refused.append(str(error))
+            meta = None
         except ResumableError as error:  # only the hub has it, which offline nobody can ask
-            return result | {"notes": [str(error)]}
-        broken = broken_lines(mixed)
-        work = Work(mixed, stage.folder, stage.args.limit, RETRIED if unfinished else frozenset())
-    table = meta["sources"]
-    for name, entry in table.items():
+            result["notes"], meta = [str(error)], None
+        if meta:
+            result |= {"sources": meta["sources"], "read": read_lines(meta), "broken": broken_lines(mixed)}
+            work = Work(mixed, stage.folder, stage.args.limit, RETRIED if unfinished else frozenset())
+            result |= {"pending": len(work.pending), "requests": len(work.requests)}
+    for name, entry in result.get("sources", {}).items():
         say("%s: %d requests of %s", name, entry["requests"], prompts.drawn(entry))
-    result |= {"read": read_lines(meta), "broken": broken}
-    for line in (*result["read"], *broken):
+    for line in (*result.get("read", ()), *result.get("broken", ())):
         say("%s", line)
-    return result | {"pending": len(work.pending), "requests": len(work.requests), "sources": table}
+    return result | {"findings": findings + refused} | ({"refused": "; ".join(refused)} if refused else {})
+
+
+def _faults(check: Callable[[], None]) -> list[str]:
+    try:
+        check()
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def read_lines(meta: dict) -> list[str]:

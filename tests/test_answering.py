@@ -10,6 +10,7 @@ from drafter.errors import ConfigError, RowError
 from tests import fakes, tiny_models
 from tests.fakes import FakeServer, Reply, chat_reply, error_body
 from tests.test_generate import Lab, by_question, hold_out, questions
+from tests.test_pipeline import Night
 
 
 @pytest.fixture
@@ -92,7 +93,9 @@ def test_a_source_of_pictures_is_an_error_before_the_first_request(lab, capsys):
         [{"prompt": f"<image>Who are the {i} people?", "images": ["a.jpg"]} for i in range(12)], "pictures"
     )
     assert lab.run("--dry-run") == 0
-    [finding] = summary(capsys)["findings"]
+    planned = summary(capsys)
+    [finding] = planned["findings"]
+    assert planned["refused"] == finding  # at which the pipeline stops before it starts a server
     assert "prompts pictures: no conversation can be used; 12 are rejected" in finding
     assert f"{lab.folder}/pictures.jsonl line 1: images: " in finding
     assert lab.run() == 2
@@ -115,7 +118,7 @@ def test_a_model_without_a_chat_template_is_known_before_the_boot(lab, capsys):
     with pytest.raises(ConfigError, match=r"plain has no chat template .*servers.generate.args.chat-template"):
         chat.check_template(plain)
     assert lab.run("--dry-run") == 0
-    assert any("has no chat template" in finding for finding in summary(capsys)["findings"])
+    assert "has no chat template" in summary(capsys)["refused"]
     assert lab.run() == 2
     assert not lab.server.calls
     lab.tree["servers"]["generate"]["args"] = {"chat_template": "mine.jinja"}
@@ -385,3 +388,18 @@ def test_ids_that_end_an_answer_come_from_all_of_the_models_files(tmp_path):
     (other / "generation_config.json").write_text("[")
     with pytest.raises(ConfigError, match="generation_config.json is not JSON"):
         replay.stop_ids(other)
+
+
+def test_the_pipeline_stops_at_unusable_prompts_before_it_starts_a_server(tmp_path, model):
+    """Seam U3: exit 2 before the boot, nothing left behind."""
+    (tmp_path / "cooking.jsonl").write_text("".join(json.dumps({"recipe": i}) + "\n" for i in range(40)))
+    night = Night(tmp_path)
+    (tmp_path / "memory").write_text("")
+    script = night.fakes / "01b_synthetic.py"
+    script.unlink()
+    script.symlink_to(config.ROOT / "01b_generate_synthetic.py")
+    night.overrides.append(f"prompts=[{{name: cooking, path: {tmp_path / 'cooking.jsonl'}}}]")
+    code, _out, err = night.run("--only", "01b")
+    assert code == 2
+    assert "prompts cooking: no conversation can be used; 40 are rejected, the first: " in err.splitlines()[-1]
+    assert not night.run_dir.exists() and night.leftovers() == []
