@@ -4,7 +4,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from drafter import artifacts, chat, client, conversations, mix, prompts, rows, server
@@ -100,20 +99,24 @@ def _name_pending(path: Path, work: Work) -> None:
 def plan(stage: Stage) -> dict:
     """Offline: the mix by source, what is left to do, and what is missing.
 
-    `refused` is what the pipeline must stop at before it starts a server; its own checks do not know it.
+    `refused` is what the pipeline must stop at before it starts a server, and its own checks do not know.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported
-    findings = _faults(stage.config.check_against_model)
-    refused = _faults(lambda: chat.check_template(stage.config))
-    result = {"stage": stage.name, "dry_run": True, "pending": 1}
+    findings = []
+    for check in (stage.config.check_against_model, lambda: chat.check_template(stage.config)):
+        try:
+            check()
+        except ConfigError as error:
+            findings.append(str(error))
+    result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
     unfinished = (read_manifest(stage.folder) or {}).get("status") != "complete"
     with tempfile.TemporaryDirectory() as scratch:
         try:
             mixed = stage.folder if mix.current(stage.config, stage.folder) else Path(scratch)
             meta = mix.materialise(stage.config, mixed, earlier=stage.folder)
         except ConfigError as error:
-            refused.append(str(error))
-            meta = None
+            findings.append(str(error))
+            result["refused"], meta = str(error), None
         except ResumableError as error:  # only the hub has it, which offline nobody can ask
             result["notes"], meta = [str(error)], None
         if meta:
@@ -124,15 +127,7 @@ def plan(stage: Stage) -> dict:
         say("%s: %d requests of %s", name, entry["requests"], prompts.drawn(entry))
     for line in (*result.get("read", ()), *result.get("broken", ())):
         say("%s", line)
-    return result | {"findings": findings + refused} | ({"refused": "; ".join(refused)} if refused else {})
-
-
-def _faults(check: Callable[[], None]) -> list[str]:
-    try:
-        check()
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return result
 
 
 def read_lines(meta: dict) -> list[str]:
