@@ -187,7 +187,11 @@ class _Mix:
                     f"acceptance.held_out takes all {len(held)} conversations; lower it or add prompts"
                     f"{self._unusable()}"
                 )
-        records = [record for record in held.values() if record]
+        seed = self.config.run.seed
+        records = sorted(
+            (record for record in held.values() if record),
+            key=lambda record: sources.shuffle_key(seed, f"held out {record['conv_id']}"),
+        )
         with artifacts.publish(held_out_path) as held_part, open(held_part, "wb") as out:
             out.writelines(map(prompts.json_line, records))
         return dict(sorted(Counter(record["source"] for record in records).items()))

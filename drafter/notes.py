@@ -195,6 +195,7 @@ class Overlap(TypedDict):
 
 class PromptSet(TypedDict):
     name: str
+    sources: NotRequired[dict[str, Count]]  # prompts by source
     ngram_overlap: Overlap | None
 
 

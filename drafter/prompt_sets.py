@@ -1,6 +1,7 @@
 """The prompts that drafters are measured on: frozen, and shown to be none of the training's."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +51,9 @@ def read(config: Config, limit: int | None = None) -> PromptSets:
             raise ConfigError(
                 f"no held-out prompts at {path}: run 01b_generate_synthetic.py, or set acceptance.prompts"
             )
-        sets = {HELD_OUT: list(checked.lines(path, Prompt, "01b_generate_synthetic.py writes it"))[:count]}
+        sets = {
+            HELD_OUT: _shared_out(list(checked.lines(path, Prompt, "01b_generate_synthetic.py writes it")), count)
+        }
     trained = _trained(config)
     for name, records in sets.items():
         if not records:
@@ -62,6 +65,17 @@ def read(config: Config, limit: int | None = None) -> PromptSets:
                 f"conv_id {shared[0]}); measure on prompts that no drafter was trained on"
             )
     return sets
+
+
+def _shared_out(records: list[Prompt], count: int) -> list[Prompt]:
+    """The first `count` records in their order, every source giving its share."""
+    left = mix.shares(Counter(record["source"] for record in records), count)
+    kept = []
+    for record in records:
+        if left[record["source"]] > 0:
+            left[record["source"]] -= 1
+            kept.append(record)
+    return kept
 
 
 def _held_out(config: Config) -> Path:
@@ -103,10 +117,16 @@ def identity(records: list[dict]) -> str:
 
 
 def describe(sets: PromptSets, materialised: Path) -> list[dict]:
-    """Name, size, hash and overlap of each set, for the record."""
+    """Name, size, number of prompts by source, hash and overlap of each set, for the record."""
     shared = overlap(sets, materialised)
     return [
-        {"name": name, "prompts": len(records), "identity": identity(records), "ngram_overlap": shared[name]}
+        {
+            "name": name,
+            "prompts": len(records),
+            "sources": dict(sorted(Counter(record["source"] for record in records).items())),
+            "identity": identity(records),
+            "ngram_overlap": shared[name],
+        }
         for name, records in sets.items()
     ]
 

@@ -131,7 +131,15 @@ def acceptance(found: Found) -> str:
     measured = html.columns(found.acceptance["measurements"], MEASURED)
     compared = html.columns(found.acceptance["comparisons"], COMPARED)
     limits = "".join(f"<li>{escape(sentence)}</li>" for sentence in caveats(found.acceptance))
-    return html.section("Acceptance", f'<div class="tiles">{shown}</div>{measured}{compared}<ul>{limits}</ul>')
+    body = f'<div class="tiles">{shown}</div>{measured}{_prompt_sources(found)}{compared}<ul>{limits}</ul>'
+    return html.section("Acceptance", body)
+
+
+def _prompt_sources(found: Found) -> str:
+    """How many prompts of each source every prompt set holds: a length says nothing of other sources."""
+    sets = found.acceptance.get("prompt_sets", [])
+    body = [[one["name"], source, count] for one in sets for source, count in one.get("sources", {}).items()]
+    return html.table(["prompt set", "source", "prompts"], body) if body else ""
 
 
 def timeline(found: Found) -> str:

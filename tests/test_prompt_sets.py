@@ -117,3 +117,15 @@ def test_the_sample_for_a_smoke_test_needs_no_run(tmp_path):
     records = prompt_sets.sample(run_config(tmp_path), 8)
     assert len(records) == 8
     assert all(record["messages"][-1]["role"] == "user" for record in records)
+
+
+def test_a_set_that_is_cut_has_its_share_of_every_source(tmp_path):
+    """Seam U5: the first so many were all of one source; the counts by source are in the record and on the page."""
+    held_out(tmp_path, [f"question {i}" for i in range(20)])
+    path = tmp_path / "r/01b_synthetic/held_out.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    write_jsonl(path, [record | {"source": "few" if i >= 15 else "many"} for i, record in enumerate(records)])
+    sets = prompt_sets.read(run_config(tmp_path, "acceptance.max_prompts=8"))
+    assert [record["source"] for record in sets["held_out"]] == ["many"] * 6 + ["few"] * 2
+    [described] = prompt_sets.describe(sets, tmp_path / "nowhere")
+    assert (described["prompts"], described["sources"]) == (8, {"few": 2, "many": 6})

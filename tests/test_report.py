@@ -126,6 +126,17 @@ def test_without_anything_to_compare_with_nothing_is_recommended(finished):
     assert "No baseline was measured, so nothing is recommended." in text and "ecommended to serve" not in text
 
 
+def test_the_prompts_that_were_measured_on_are_counted_by_source(finished):
+    """Seam U5: a drafter for cooking was measured on no cooking prompt, and nothing near the figure said so."""
+    path = finished.run_dir / "06_acceptance/acceptance.json"
+    sets = [{"name": "held_out", "ngram_overlap": None, "sources": {"<i>cooking": 2, "sample": 6}}]
+    write(path, json.loads(path.read_text()) | {"prompt_sets": sets})
+    text = re.sub("</?t[rdh][^>]*>", " ", report.write(finished).read_text())
+    section = text[text.index("<h2>Acceptance") : text.index("<h2>Timeline")]
+    assert "held_out  &lt;i&gt;cooking  2" in re.sub(" +", "  ", section)
+    assert "held_out  sample  6" in re.sub(" +", "  ", section)
+
+
 def test_what_was_not_asked_is_no_reject(finished):
     """Law 7"""
     folder = finished.run_dir / "01b_synthetic"
