@@ -15,9 +15,12 @@
 # The exit code is that of the stage that failed; the same command then continues there.
 #
 # PYTHON=python3 ./run_pipeline.sh uses that interpreter and its packages instead of making .venv.
-set -euo pipefail
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # called as `sh run_pipeline.sh`
+set +o posix -euo pipefail
+unset CDPATH # with it, cd prints and may go elsewhere
 caller=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")"
+if [[ ${PYTHON:-} == */* && $PYTHON != /* ]]; then PYTHON=$caller/$PYTHON; fi
+cd -P -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 source ./environment.sh
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 if [[ -n ${PYTHON:-} ]] &&
@@ -27,11 +30,11 @@ if [[ -n ${PYTHON:-} ]] &&
 fi
 # A question for help and a wrong option are answered before anything is installed.
 any=${PYTHON:-$(find_python)}
-answer=$(cd "$caller" && "$any" -m drafter.arguments "$@") && code=0 || code=$?
+answer=$(cd -- "$caller" && "$any" -P -m drafter.arguments "$@") && code=0 || code=$?
 if [[ -n $answer || $code != 0 ]]; then
   [[ -z $answer ]] || printf '%s\n' "$answer"
   exit "$code"
 fi
 make_environment
-cd "$caller"
-exec "$PYTHON" -m drafter.pipeline "$@"
+cd -- "$caller"
+exec "$PYTHON" -P -m drafter.pipeline "$@" # -P: a module in the caller's folder is not ours

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Every test, in the environment of run_pipeline.sh. Arguments go to pytest: tests/run.sh -m "not vllm"
-set -euo pipefail
-cd "$(dirname "$0")/.."
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # called as `sh tests/run.sh`
+set +o posix -euo pipefail
+unset CDPATH # with it, cd prints and may go elsewhere
+cd -P -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 source ./environment.sh
 make_environment requirements-test.txt
 
