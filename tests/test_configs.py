@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from drafter import config, readiness, server, systemd
+from drafter import config, prompts, readiness, server, systemd
 from drafter.config import ROOT
 from drafter.errors import ConfigError
 
@@ -53,6 +53,27 @@ def test_the_readmes_config_of_ones_own_model_loads_and_needs_the_keys_it_calls_
         path.write_text(yaml.safe_dump(less))
         with pytest.raises(ConfigError, match=f"{section}.{key}"):
             config.load(path)
+
+
+def test_the_readmes_prompts_of_ones_own_are_read_as_it_says(tmp_path, monkeypatch):
+    """Seam B20, B22, U3: each source of the example, with a file as its comment shows, gives requests."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section = (ROOT / "configs/README.md").read_text().partition("## Prompts of your own")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("    ")]
+    tree = yaml.safe_load(textwrap.dedent("\n".join(lines[: lines.index(lines[-1])])))
+    records = {
+        "cooking": {"prompt": "How long?"},
+        "mt_bench": {"turns": ["Why?", "And why that?"]},
+        "support": {"body": "It does not start.", "persona": "Be kind."},
+    }
+    loaded = config.load(ROOT / "configs/smollm2_cpu.yaml", [f"prompts={json.dumps(tree['prompts'])}"])
+    assert {source.name for source in loaded.prompts} == set(records)
+    assert loaded.prompts[0].path == tmp_path / "data/cooking.jsonl"
+    for source in loaded.prompts:
+        requests = prompts.requests_of(records[source.name], source, {})
+        assert [m["role"] for m in requests[-1].messages][-1] == "user" and len(requests) == 1
+    line = "prompts cooking: {}/data/cooking.jsonl (JSON Lines), read by prompt, turns: last; the first: 'How long"
+    assert lines[-1].strip().startswith(line.format("/home/me"))
 
 
 @each_config
