@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,6 +22,7 @@ from drafter.errors import ConfigError, StageError
 LINE_BYTES = 64 * 2**20  # of one record; a longer one is no conversation
 CHUNK = 2**16  # characters read at once from an array
 BATCH = 1024  # records
+SPACE = re.compile(r"[ \t\r\n]*")
 PARQUET = b"PAR1"
 OTHERS = {b"PK\x03\x04": "a zip archive: unpack it", b"\x89HDF": "an HDF5 file", b"SQLite": "an SQLite file"}
 
@@ -178,10 +180,8 @@ class _Array:
 
     def skip_space(self) -> None:
         while True:
-            rest = self._buffer[self._place : self._place + CHUNK]
-            stripped = rest.lstrip(" \t\r\n")
-            self._advance(len(rest) - len(stripped))
-            if stripped or (self._place >= len(self._buffer) and not self._more()):
+            self._advance(SPACE.match(self._buffer, self._place).end() - self._place)
+            if self._place < len(self._buffer) or not self._more():
                 return
 
     def at(self, mark: str) -> bool:

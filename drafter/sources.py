@@ -112,20 +112,16 @@ def count(source: Source) -> int | None:
     """Conversations that a local source holds, whatever is wrong with them; None on the hub or where nothing is."""
     if not source.path or not source.path.exists():
         return None
-    return _count(source, str(state_of(source)))
+    return _count(str(source.path), source.split, str(state_of(source)))
 
 
 @lru_cache(maxsize=64)
-def _count_of(path: str, split: str, _state: str) -> int:
+def _count(path: str, split: str, _state: str) -> int:
     source = Source(name="counted", path=path, split=split)
     if _is_saved(source.path):
         with _readable(source.path):
             return len(_load_saved(source))
     return sum(map(record_files.count, files_of(source)))
-
-
-def _count(source: Source, state: str) -> int:
-    return _count_of(str(source.path), source.split, state)
 
 
 # ---- data sets
