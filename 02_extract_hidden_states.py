@@ -57,7 +57,8 @@ def body(run: stage.Stage) -> dict:
             stage.say("nothing left to extract: %d rows", len(items))
             return extract.settle(run, items, rejected, share)
         own = sum(item.row_id in share for item in items)
-        progress = stage.Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency)
+        record = folder / stage.PROGRESS if own == len(items) else None  # a share's counts are not the stage's
+        progress = stage.Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency, record=record)
         extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
         try:
             client.run(extraction.run())

@@ -13,7 +13,7 @@ from drafter.client import Client
 from drafter.contracts import Row
 from drafter.errors import ConfigError, ContractError, RowError
 from drafter.prompts import Request, Requests
-from drafter.stage import Progress, Stage
+from drafter.stage import PROGRESS, Progress, Stage
 
 FAILURES = frozenset(
     {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
@@ -65,7 +65,9 @@ class Generation:
         self.store = rows.Store(stage.folder, self.settings.rows_per_shard)
         self.rejected = artifacts.Journal(stage.folder / prompts.REJECTED)
         requests, concurrency = len(work.requests), stage.config.generate.concurrency
-        self.progress = Progress(requests, "rows", requests - len(work.pending), at_once=concurrency)
+        self.progress = Progress(
+            requests, "rows", requests - len(work.pending), at_once=concurrency, record=stage.folder / PROGRESS
+        )
         self.tokens = 0
         self.started, self._cpu = time.monotonic(), time.process_time()
         self._ends: list[float] = []  # when each worker found nothing left to do

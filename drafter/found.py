@@ -11,7 +11,6 @@ from drafter.deadline import ended_at
 from drafter.errors import StageError
 
 NOT_ASKED = ("held_out", "duplicate")  # rejects that were never to be answered
-PROGRESS = re.compile(r"^(\d\d):(\d\d):(\d\d) (\d+)/(\d+) (\w+), ", re.MULTILINE)  # a line of stage.Progress
 BEGINS = "begins: "  # in a stage's log, before what it says in one call
 BEGIN = re.compile(rf"^\d\d:\d\d:\d\d {BEGINS}.*\n?", re.MULTILINE)
 WORDS = {"01b_synthetic": "rows", "02_hidden_states": "rows", "06_acceptance": "measurements"}
@@ -48,6 +47,10 @@ class Found:
         """What the pipeline noted of a stage; nothing of a finished one whose folder was removed since."""
         noted = self.state.get("stages", {}).get(name, {})
         return {} if noted.get("status") == "complete" and not self.manifests[name] else noted
+
+    def progressed(self, name: str) -> list[dict]:
+        """How far a stage was and when, of all its calls."""
+        return checked.records(self.config.stage_dir(name) / stage.PROGRESS, notes.Progressed)
 
     def log(self, name: str) -> str:
         """A stage's talk, of all its calls by the pipeline."""
@@ -128,9 +131,10 @@ class Found:
             return f"{done:,} of {steps:,} steps" if steps else ""
         if name not in WORDS:
             return ""
-        if manifest.get("status") == "running":  # counts come at the end, the log knows better
-            lines = PROGRESS.findall(self.said(name)) if name != "06_acceptance" else ()
-            return f"{int(lines[-1][3]):,} of {int(lines[-1][4]):,} {lines[-1][5]}" if lines else ""
+        if manifest.get("status") == "running":  # its counts come at the end
+            began = seconds_of(manifest.get("started"))
+            last = next((each for each in reversed(self.progressed(name)) if each["at"] >= began), None)
+            return f"{last['done']:,} of {last['total']:,} {last['unit']}" if last else ""
         if not manifest.get("in"):
             return ""
         rejected, out = manifest.get("rejected", {}), manifest.get("out", 0)

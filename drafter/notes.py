@@ -127,6 +127,16 @@ class Judged(TypedDict):
 
 
 @OPEN
+class Progressed(TypedDict):
+    """A line of progress.jsonl"""
+
+    at: Moment
+    done: Count
+    total: Count
+    unit: str
+
+
+@OPEN
 class Metric(TypedDict):
     """A line of metrics.jsonl"""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from drafter import artifacts, charts, checked, config, disk, errors, html, notes, stage
 from drafter.caveats import caveats, length, named, recommendation
 from drafter.errors import ConfigError
-from drafter.found import NOT_ASKED, PROGRESS, Found, seconds_of
+from drafter.found import NOT_ASKED, Found, seconds_of
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
 HISTOGRAM_ROWS = 50_000
@@ -163,10 +163,10 @@ def durations(found: Found) -> str:
 
 
 def throughput(found: Found) -> list[str]:
-    """Rate over time of 01b and 02, from the lines their logs hold; of 04, from its metrics."""
+    """Rate over time of 01b and 02, from their recorded progress; of 04, from its metrics."""
     drawn = []
     for name, what in (("01b_synthetic", "Generation"), ("02_hidden_states", "Extraction")):
-        points, unit = _rates(found.log(name))
+        points, unit = _rates(found.progressed(name))
         if len(points) < 2:
             continue
         drawn.append(charts.lines(f"{what} over time", {unit: points}, "minutes", f"{unit}/s", from_zero=True))
@@ -287,21 +287,13 @@ def _gib(count: float | None) -> float | None:
     return None if count is None else round(count / artifacts.GIB, 3)
 
 
-def _rates(log: str) -> tuple[list[tuple[float, float]], str]:
-    """(minutes, rate since the line before) of a log's progress lines and their unit; the clock may pass midnight."""
-    seen, day, spoken = [], 0, PROGRESS.findall(log)
-    for line in spoken:
-        hours, minutes, seconds, done = map(int, line[:4])
-        clock = day + 3600 * hours + 60 * minutes + seconds
-        if seen and clock < seen[-1][0]:
-            day += 86400
-            clock += 86400
-        seen.append((clock, done))
+def _rates(progressed: list[dict]) -> tuple[list[tuple[float, float]], str]:
+    """(minutes since the first record, rate since the one before it) and the unit."""
     return [
-        ((after - seen[0][0]) / 60, (now - before) / (after - then))
-        for (then, before), (after, now) in pairwise(seen)
-        if after > then and now >= before
-    ], spoken[-1][5] if spoken else "rows"
+        ((after["at"] - progressed[0]["at"]) / 60, (after["done"] - before["done"]) / (after["at"] - before["at"]))
+        for before, after in pairwise(progressed)
+        if after["at"] > before["at"] and after["done"] >= before["done"]
+    ], progressed[-1]["unit"] if progressed else "rows"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,6 +30,7 @@ PACKAGES = (
 
 MEND_MANIFEST = "remove it if the config.yaml beside it is today's, else the whole folder"
 
+PROGRESS = "progress.jsonl"  # in the folder of a stage that counts rows
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
@@ -310,14 +311,23 @@ def _failure(stage: Stage | None, name: str, message: str, status: str = "failed
 
 
 class Progress:
-    """A tqdm bar on a terminal, a plain line every 30 s elsewhere."""
+    """A tqdm bar on a terminal, a plain line every 30 s elsewhere; for programs, every 30 s a line of `record`."""
 
-    def __init__(self, total: int, unit: str, done: int = 0, every: float = 30.0, at_once: int = 0):
+    def __init__(
+        self,
+        total: int,
+        unit: str,
+        done: int = 0,
+        every: float = 30.0,
+        at_once: int = 0,
+        record: Path | None = None,
+    ):
         """The clock starts with the first that is done: what came before, an engine that warms up, is no measure.
 
         Of `at_once` that run side by side the shortest end first: until all have, nothing is known of the end.
         """
         self.total, self.unit, self.done, self.every, self.at_once = total, unit, done, every, at_once
+        self._file = record
         self._began = done
         self._first: tuple[int, float] | None = None  # done, at what time
         self._spoke = time.monotonic()
@@ -340,9 +350,20 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix(facts, refresh=False)
             self._bar.update(count)
-        elif time.monotonic() - self._spoke >= self.every:
+        if time.monotonic() - self._spoke >= self.every:
             self._spoke = time.monotonic()
-            log.info("%s", self.line(**facts))
+            self._record()
+            if self._bar is None:
+                log.info("%s", self.line(**facts))
+
+    def _record(self) -> None:
+        """Add a line to the file of this stage's progress, which work does not depend on."""
+        if self._file:
+            line = json.dumps(
+                {"at": round(time.time(), 1), "done": self.done, "total": self.total, "unit": self.unit}
+            )
+            with contextlib.suppress(OSError), open(self._file, "a") as file:
+                file.write(line + "\n")
 
     def line(self, **facts: Any) -> str:
         since, at = self._first or (self.done, time.monotonic())

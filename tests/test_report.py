@@ -73,9 +73,8 @@ def finished(run_config):
     judged = {"kind": "validation", "loss": [3.0]} | apart
     validation = [judged | {"step": i, "expected_acceptance": 1 + i / 150} for i in range(0, 200, 20)]
     jsonl(run_dir / "04_train/metrics.jsonl", train + validation)
-    log = [f"{19 + m // 60:02}:{m % 60:02}:00 {m * 3}/93 rows, 0.05 rows/s, ETA 3 min" for m in range(31)]
-    (run_dir / "logs").mkdir()
-    (run_dir / "logs/01b_synthetic.log").write_text("\n".join(log))
+    done = [{"at": 1.7e9 + 60 * m, "done": m * 3, "total": 93, "unit": "rows"} for m in range(31)]
+    jsonl(run_dir / "01b_synthetic/progress.jsonl", done)
     comparison = {"drafter": "run", "baseline": "warm_start", "prompt_set": "all", "part": "all", "prompts": 80}
     write(
         run_dir / "06_acceptance/acceptance.json",
@@ -252,9 +251,11 @@ def test_bars_leave_out_what_is_not_finite():
     assert charts.bars("t", ["a"], {"s": [float("inf")]}, "x", "y") == ""
 
 
-def test_a_progress_log_across_midnight_gives_rates():
-    log = "23:59:30 10/99 rows, 1 rows/s\nsomething else\n00:00:30 40/99 rows, 1 rows/s\n"
-    assert report._rates(log) == ([(1.0, 0.5)], "rows")
+def test_recorded_progress_gives_rates_and_a_beginning_anew_none():
+    records = [(0, 10), (60, 40), (60, 40), (90, 5), (120, 20)]
+    progressed = [{"at": 1.7e9 + at, "done": done, "total": 99, "unit": "rows"} for at, done in records]
+    assert report._rates(progressed) == ([(1.0, 0.5), (2.0, 0.5)], "rows")
+    assert report._rates([]) == ([], "rows")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import drafter
-from drafter import config, stage
+from drafter import checked, config, notes, stage
 from drafter.errors import ConfigError, ContractError, ResumableError
 
 KEYS = ("generate.temperature", "target.chat_template_kwargs")
@@ -199,6 +199,17 @@ def test_progress_line_shows_rate_and_eta():
     progress.advance(5)
     line = progress.line(in_flight=2)
     assert line.startswith("5/10 rows") and "ETA" in line and line.endswith("in flight 2")
+
+
+def test_progress_is_recorded_for_programs_and_a_file_that_cannot_be_written_stops_nothing(tmp_path):
+    """Seam M5: status and report read it out of the log's sentences."""
+    for path in (tmp_path / "progress.jsonl", tmp_path / "no/progress.jsonl"):
+        progress = stage.Progress(10, "rows", done=2, every=0, record=path)
+        progress.advance(5)
+        progress.advance()
+    (first, last) = checked.records(tmp_path / "progress.jsonl", notes.Progressed)
+    assert (first["done"], last["done"], last["total"], last["unit"]) == (7, 8, 10, "rows")
+    assert first["at"] <= last["at"]
 
 
 def bare(*program: str) -> subprocess.CompletedProcess:

@@ -93,6 +93,14 @@ def by_hand(run_config, name, **facts):
     (folder / "manifest.json").write_text(json.dumps(manifest | facts))
 
 
+def progressed(run_config, name, *records):
+    folder = run_config.run_dir / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "progress.jsonl", "a") as file:
+        for at, done, total in records:
+            file.write(json.dumps({"at": at, "done": done, "total": total, "unit": "rows"}) + "\n")
+
+
 def test_stages_run_by_hand_are_shown_as_their_manifests_say(run_config):
     by_hand(run_config, "01b_synthetic")
     by_hand(run_config, "02_hidden_states", status="running", process=process.identity(os.getpid()))
@@ -145,10 +153,13 @@ def test_a_call_is_not_told_by_what_an_earlier_one_said(run_config, state):
         os.utime(log, (time.time() - age,) * 2)
         shown = text(run_config)
         assert "running      6 of 16 rows  5.0 min, 1.0 of them since" in shown and "|" not in shown
-    by_hand(run_config, "01b_synthetic", status="running", **{"in": 0, "out": 0})
+    progressed(run_config, "01b_synthetic", (time.time() - 90, 4, 16))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    by_hand(run_config, "01b_synthetic", status="running", started=now, **{"in": 0, "out": 0})
     assert not re.search(r"rows|\|", text(run_config))
     with open(log, "a") as file:
         file.write("19:05:40 9/16 rows, 1.00 rows/s\n")
+    progressed(run_config, "01b_synthetic", (time.time(), 9, 16))
     assert "9 of 16 rows" in text(run_config) and "  | 19:05:40 9/16 rows" in text(run_config)
 
 
@@ -158,6 +169,7 @@ def test_a_stage_by_hand_is_not_told_by_what_the_pipeline_kept_of_an_earlier_cal
     log.parent.mkdir()
     log.write_text("19:00:30 4/16 rows, 1.00 rows/s\n")
     os.utime(log, (time.time() - 3600,) * 2)
+    progressed(run_config, "02_hidden_states", (time.time() - 3600, 4, 16))
     began = datetime.fromtimestamp(time.time() - 600, UTC).isoformat(timespec="seconds")
     at_work = {"status": "running", "started": began, "updated": began, "process": process.identity(os.getpid())}
     by_hand(run_config, "02_hidden_states", **at_work, **{"in": 0, "out": 0, "seconds": 300})
@@ -210,9 +222,7 @@ def test_training_is_counted_in_steps_and_a_running_stage_by_its_log(run_config,
     assert "12 of 240 steps" in text(run_config)
     by_hand(run_config, "02_hidden_states", status="running", **{"in": 0, "out": 0})
     assert re.search("02_hidden_states  running  +2.0 min, since", text(run_config))
-    (run_config.run_dir / "logs").mkdir()
-    log = "19:30:00 5/1093 rows, ETA unknown\n19:30:30 1005/1093 rows, ETA 3 min, retries 7\nprobe: 5 positions\n"
-    (run_config.run_dir / "logs/02_hidden_states.log").write_text(log)
+    progressed(run_config, "02_hidden_states", (time.time() - 60, 5, 1093), (time.time(), 1005, 1093))
     assert "02_hidden_states  running      1,005 of 1,093 rows" in text(run_config)
 
 
