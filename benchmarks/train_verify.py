@@ -1,13 +1,14 @@
 """What verifying every row costs training: loader waiting with and without checksums, at the pace of a training step.
 
-    python benchmarks/train_verify.py [--workers 4] [--gb 12] [--folder /data/tmp]
+    python benchmarks/train_verify.py [--workers 4] [--gb 12] [--rate 20000] [--folder /data/tmp]
 
 Kimi-shaped rows (57,344 B a token) are written, then read twice by the loader: in the first epoch each row is
-compared with its checksum, in the second none is. Each epoch is run at a consumer's pace of 20,000 tokens/s and
-unpaced, from files outside the page cache and in it. Figures are printed as `METRIC name value`.
+compared with its checksum, in the second none is. Each epoch is run at a consumer's pace (--rate) and unpaced, from
+files outside the page cache and in it. Figures are printed as `METRIC name value`.
 """
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -18,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 LAYER_IDS, HIDDEN, VOCAB, ROW, PACK, STEPS = (2, 30, 58, 61), 7168, 163840, 2048, 8192, 3
-RATE = 20_000  # tokens/s
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="loader threads")
     parser.add_argument("--gb", type=float, default=12, help="size of the rows")
     parser.add_argument("--folder", type=Path, help="where to write them; default: a temporary folder")
+    parser.add_argument("--rate", type=int, default=20_000, help="tokens/s of a paced epoch")
     arguments = parser.parse_args()
 
     import torch
@@ -37,14 +38,16 @@ def main() -> None:
         folder = Path(place)
         entries = write(folder, max(8, round(arguments.gb * 1e9 / (ROW * HIDDEN * 8))))
         rows = data.examples(entries, PACK, STEPS, contracts.Counts(total=len(entries)))
-        for cache, rate in (("cold", RATE), ("warm", RATE), ("cold", None), ("warm", None)):
+        for cache, rate in itertools.product(("cold", "warm"), (arguments.rate, None)):
             reader = data.Reader(folder, LAYER_IDS, HIDDEN, VOCAB, STEPS, think_end=None, pin=device.type == "cuda")
             for verified in ("verified", "not_verified"):
                 if cache == "cold":
                     forget([folder / entry.path for entry in entries])
+                used = time.process_time()
                 tokens, seconds, waited = epoch(data, reader, device, arguments.workers, rows, rate)
                 name = f"{cache}_{'paced' if rate else 'unpaced'}_{verified}"
                 print(f"METRIC {name}_tokens_per_s {tokens / seconds:.0f}", flush=True)
+                print(f"METRIC {name}_cpu_s {time.process_time() - used:.2f}", flush=True)
                 if rate:
                     print(f"METRIC {name}_waiting_share {waited / seconds:.4f}", flush=True)
 
