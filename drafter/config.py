@@ -5,7 +5,6 @@ By hand: `python -m drafter.config` prints every setting with its default and me
 
 import difflib
 import shlex
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -346,7 +345,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     tree = config_tree.read(path, overrides, ROOT)
     try:
         loaded = _rooted(Config.model_validate(tree))
-        _keep_secrets(loaded, overrides)
+        loaded.servers.keep_secrets(overrides)
         loaded.__dict__["origin"] = Origin(path, tuple(overrides))
         return loaded
     except ValidationError as error:
@@ -356,16 +355,6 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         problems = [e for e in problems if e["loc"] not in inner]
         unknown = [e for e in problems if e["type"] == "extra_forbidden"]
         raise ConfigError(f"{path}: " + "; ".join(_explain(e) for e in unknown or problems)) from None
-
-
-def _keep_secrets(loaded: Config, overrides: Iterable[str]) -> None:
-    """Raises ConfigError for an override that holds a secret: every user sees it in `ps`, and records repeat it."""
-    for role in get_args(Role):
-        for name, value in loaded.server(role).secrets.items():
-            if any(
-                override.startswith("servers") and name in override for override in overrides if value in override
-            ):
-                raise ConfigError(f"--set servers.{role}.env.{name}: export {name} instead of showing it to everyone")
 
 
 def _explain(error: dict) -> str:
@@ -399,3 +388,9 @@ def _rooted(value):
     if isinstance(value, dict):
         return {key: _rooted(item) for key, item in value.items()}
     return value
+
+
+if __name__ == "__main__":
+    from drafter.config_reference import main
+
+    raise SystemExit(main())

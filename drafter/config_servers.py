@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -118,3 +119,11 @@ class Servers(Section):
     generate: Server = Field(description="answers the prompts of 01b")
     extract: Server = Field(description="reads the answers back for 02")
     evaluate: Server = Field(description="serves the drafters that 06 measures, so it must be a command")
+
+    def keep_secrets(self, overrides: Iterable[str]) -> None:
+        """Raises ConfigError for an override that holds a secret: `ps` shows it, and records repeat it."""
+        for role in type(self).model_fields:
+            for name, value in getattr(self, role).secrets.items():
+                shown = [each for each in overrides if each.startswith("servers") and name in each and value in each]
+                if shown:
+                    raise ConfigError(f"--set servers.{role}.env.{name}: export {name} instead of showing its value")

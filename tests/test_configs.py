@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from drafter import config, prompts, readiness, server, systemd
+from drafter import config, config_reference, prompts, readiness, server, systemd
 from drafter.config import ROOT
 from drafter.errors import ConfigError
 
@@ -27,6 +27,28 @@ each_unit = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 @pytest.fixture
 def kimi() -> config.Config:
     return config.load(ROOT / "configs/kimi_k25.yaml")
+
+
+def test_every_setting_is_described_and_listed_with_its_default(capsys):
+    assert config_reference.main([]) == 0
+    shown = capsys.readouterr().out
+    listed = {setting.key: setting for setting in config_reference.settings()}
+    assert [key for key, setting in listed.items() if not setting.meaning] == []
+    assert all(f"{key}: {setting.default}\n    {setting.meaning}\n" in shown for key, setting in listed.items())
+    for key, default in (("train.lr", "required"), ("train.betas", "[0.9, 0.95]"), ("run.dir", '"runs"')):
+        assert listed[key].default == default
+    assert listed["servers.extract"].meaning.endswith("[settings as of servers.generate]")
+    assert listed["extract.dtype"].meaning.endswith("[bf16, fp8]")
+    places = {re.sub(r"\.\d+\b", ".N", place) for place in leaves(yaml.safe_load(CONFIGS[0].read_text()))}
+    places = {re.sub("^servers.(extract|evaluate)", "servers.generate", place) for place in places}
+    missing = [place for place in places if not any(place == key or place.startswith(f"{key}.") for key in listed)]
+    assert missing == []
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        inside = isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict))
+        yield from leaves(value, f"{prefix}{key}.") if inside else [f"{prefix}{key}"]
 
 
 @each_config
