@@ -7,7 +7,7 @@ measuring) and the manifest. A rerun goes on where this one stopped.
 
 import sys
 
-from drafter import arguments, artifacts, chat, generate, stage
+from drafter import arguments, chat, generate, stage
 
 
 def body(this: stage.Stage) -> dict:
@@ -15,13 +15,13 @@ def body(this: stage.Stage) -> dict:
         return generate.plan(this)
     this.config.check_against_model()
     chat.check_template(this.config)
-    with artifacts.locked(this.folder):
-        work = generate.prepare(this)
-        if work.pending:
-            generate.ask(this, work)
-        else:
-            stage.say("nothing to do: every request has its row or its reason")
-        return generate.conclude(this)
+    this.lock()
+    work = generate.prepare(this)
+    if work.pending:
+        generate.ask(this, work)
+    else:
+        stage.say("nothing to do: every request has its row or its reason")
+    return generate.conclude(this)
 
 
 def main(argv: list[str] | None = None) -> int:

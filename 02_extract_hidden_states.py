@@ -12,6 +12,7 @@ first row, and on a few rows of every shard, a probe shows that they are the rig
 """
 
 import sys
+from functools import partial
 
 from drafter import client, extract, stage, target_weights, worklist
 from drafter.config import Config
@@ -41,34 +42,34 @@ def body(run: stage.Stage) -> dict:
         return extract.dry_run(run, items, rejected, todo)
 
     extract.check_upstream(run, items, rejected)
-    with worklist.locked(folder, share):
-        if run.args.probe:
-            return extract.probe_only(run, items, share)
-        run.refuse_another_question()
-        if run.args.verify:
-            run.begin(extract.QUESTION)
-            return extract.verify(run, items, rejected, share)
-        if todo := worklist.adopt(config, folder, todo, share):
-            extract.check_ready(run, todo)
-        target_weights.check(config, recording=True)
+    run.lock("01b_synthetic", own=partial(worklist.locked, folder, share))
+    if run.args.probe:
+        return extract.probe_only(run, items, share)
+    run.refuse_another_question()
+    if run.args.verify:
         run.begin(extract.QUESTION)
+        return extract.verify(run, items, rejected, share)
+    if todo := worklist.adopt(config, folder, todo, share):
+        extract.check_ready(run, todo)
+    target_weights.check(config, recording=True)
+    run.begin(extract.QUESTION)
+    worklist.sweep(folder, share)
+    if not todo:
+        stage.say("nothing left to extract: %d rows", len(items))
+        return extract.settle(run, items, rejected, share)
+    own = sum(item.row_id in share for item in items)
+    record = folder / stage.PROGRESS if own == len(items) else None  # a share's counts are not the stage's
+    progress = stage.Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency, record=record)
+    extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
+    try:
+        client.run(extraction.run())
+    except BaseException:
         worklist.sweep(folder, share)
-        if not todo:
-            stage.say("nothing left to extract: %d rows", len(items))
-            return extract.settle(run, items, rejected, share)
-        own = sum(item.row_id in share for item in items)
-        record = folder / stage.PROGRESS if own == len(items) else None  # a share's counts are not the stage's
-        progress = stage.Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency, record=record)
-        extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
-        try:
-            client.run(extraction.run())
-        except BaseException:
-            worklist.sweep(folder, share)
-            with worklist.merging(folder):
-                extract.record(run, items, rejected, share, extraction)
-            raise
-        worklist.sweep(folder, share)
-        return extract.settle(run, items, rejected, share, extraction)
+        with worklist.merging(folder):
+            extract.record(run, items, rejected, share, extraction)
+        raise
+    worklist.sweep(folder, share)
+    return extract.settle(run, items, rejected, share, extraction)
 
 
 def first_loss(config: Config):

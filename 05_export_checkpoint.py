@@ -14,6 +14,7 @@ from drafter import acceptance, card, export, stage
 def body(this: stage.Stage) -> dict:
     if this.args.dry_run:
         return acceptance.plan_smoke(this) if this.args.smoke else export.plan(this)
+    this.lock("04_train", "02_hidden_states")
     if this.args.smoke and not export.is_trained(this.config):
         return acceptance.smoke(this)
     summary = export.run(this)

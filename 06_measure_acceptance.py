@@ -13,6 +13,7 @@ from drafter import acceptance, card, export, stage
 def body(this: stage.Stage) -> dict:
     if this.args.dry_run:
         return acceptance.plan(this)
+    this.lock("05_export", "01b_synthetic")
     summary = acceptance.run(this)
     if export.folder(this.config).exists():
         card.write(this.config)

@@ -1,27 +1,28 @@
-"""Files that are either whole or absent: publish by rename, journals, fingerprints, locks."""
+"""Files that are either whole or absent: publish by rename, journals, fingerprints."""
 
 import contextlib
 import ctypes
-import fcntl
+import errno
 import hashlib
 import json
 import math
 import os
 import shutil
-import stat
 import threading
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from drafter.errors import ConfigError, ContractError
+from drafter.locks import in_use, locked  # noqa: F401 - until every caller imports them from there
 
-LOCK_SECONDS = 2.0  # a child that a killed process was just starting holds its lock until it runs its own program
-GIB, TIB = 2**30, 2**40
-CLAIMS = Path("/tmp")  # one for all users, whatever their TMPDIR
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
+ASIDE = f".old{PART}"
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def fsync_dir(folder: Path) -> None:
@@ -35,30 +36,81 @@ def fsync_dir(folder: Path) -> None:
 
 @contextlib.contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; on success fsync it and rename it into place.
+    """Yield a name beside `path` to write to; on success make it durable and give it the name `path`.
 
-    Works for a file and for a folder (every file in it is synced). Nothing stays behind on failure, and
-    an existing `path` is replaced only by complete bytes.
+    Works for a file and for a folder with everything in it. Nothing is left on failure, and an existing `path` is
+    replaced in one step, by complete bytes.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
-    old = path.with_name(f"{path.name}.old{PART}")
     path.parent.mkdir(parents=True, exist_ok=True)
+    restore(path)
     try:
         yield part
-        for file in [part] if part.is_file() else [p for p in part.rglob("*") if p.is_file()]:
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        if part.is_dir() and path.is_dir():  # it cannot be renamed over, and half of it must not keep the name
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-        os.replace(part, path)
-        fsync_dir(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
+        _make_durable(part)
+        if part.is_dir() and path.is_dir():
+            _set_aside_for(part, path)
         else:
-            part.unlink(missing_ok=True)
+            os.replace(part, path)
+        fsync_dir(path.parent)
+    finally:
+        remove(part)
+        if os.path.lexists(path):
+            remove(_aside(path))
+
+
+def _make_durable(path: Path) -> None:
+    folders = [folder for folder, _, _ in os.walk(path)]
+    for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+    for folder in reversed(folders):
+        fsync_dir(Path(folder))
+
+
+def _set_aside_for(new: Path, old: Path) -> None:
+    """Give `new` the name `old`: in one step, or on a file system that cannot, in two that `restore` undoes."""
+    aside = _aside(old)
+    remove(aside)
+    if _rename_exchange(new, old):
+        new.rename(aside)
+        return
+    try:
+        old.rename(aside)
+        new.rename(old)
+    except BaseException:
+        restore(old)
+        raise
+
+
+def _rename_exchange(one: Path, other: Path) -> bool:
+    """False where the kernel, the C library or the file system has no such call."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    if (number := ctypes.get_errno()) in NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _aside(path: Path) -> Path:
+    """Where a folder goes whose name another takes."""
+    return path.with_name(f"{path.name}{ASIDE}")
+
+
+def restore(path: Path) -> None:
+    """Give a folder its name back that a replacement, killed between its two steps, had set aside."""
+    if not os.path.lexists(path) and os.path.lexists(aside := _aside(path)):
+        aside.rename(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_file_system(folder: Path) -> None:
@@ -89,16 +141,19 @@ def read_note(path: Path, **needed: type) -> dict[str, Any]:
     return {}
 
 
-def sweep(folder: Path) -> int:
-    """Remove what crashes left unpublished below `folder` (`*.part`, safetensors' `.tmp*`); the number removed."""
-    removed = 0
-    for path in [*folder.rglob(f"*{PART}"), *folder.rglob(".tmp*")]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        removed += 1
-    return removed
+def sweep(folder: Path, below: bool = True) -> int:
+    """Remove what killed calls left unpublished in `folder`, and with `below` anywhere in it; the number removed.
+
+    That is `*.part` and safetensors' `.tmp*`. A folder that was set aside for one that never came is restored.
+    Only for the process that holds the folder's lock.
+    """
+    find = folder.rglob if below else folder.glob
+    for aside in list(find(f"*{ASIDE}")):
+        restore(aside.with_name(aside.name.removesuffix(ASIDE)))
+    left = [*find(f"*{PART}"), *find(".tmp*")]
+    for path in left:
+        remove(path)
+    return len(left)
 
 
 class Journal:
@@ -245,86 +300,6 @@ def fingerprint_path(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold `folder` for one process; the kernel drops the lock with the process, so it is never stale.
-
-    Raises ConfigError when another process still holds it after `seconds`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as file:
-        if not _flock(file.fileno(), seconds):
-            raise ConfigError(f"another process is working in {folder}; wait for it or stop it")
-        yield
-
-
-def in_use(folder: Path) -> bool:
-    """Whether a process holds the lock of `folder` at this moment. Changes nothing, and waits for nobody."""
-    try:
-        with open(folder / ".lock", "rb") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-
-
-@contextlib.contextmanager
-def claimed(name: str, owner: str) -> Iterator[None]:
-    """Hold a name of this machine, against every user's processes, as `locked` holds a folder.
-
-    Raises ConfigError naming the owner that holds it, or what stands where its file belongs.
-    """
-    path = CLAIMS / f"drafter-{name}.lock"
-    try:
-        file = _open_shared(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; {name} is claimed with this file: remove what is there"
-        ) from None
-    try:
-        found = os.fstat(file)
-        # Anybody can put something there: what is written must not end up in another file.
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise ConfigError(f"{path} is no plain file; {name} is claimed with it: remove what is there")
-        if not _flock(file):
-            holder = os.pread(file, 4096, 0).decode(errors="replace")
-            holder = "".join(filter(str.isprintable, holder)) or "another process"
-            raise ConfigError(f"{name} is in use by {holder}; wait for it or stop it")
-        os.truncate(file, 0)
-        os.pwrite(file, owner.encode(errors="replace"), 0)
-        yield
-    finally:
-        os.close(file)
-
-
-def _open_shared(path: Path) -> int:
-    """A file in a folder like /tmp that every user can open, made where there is none; no link is followed."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-    # Without O_CREAT first: the kernel may refuse that for a file of another user.
-    with contextlib.suppress(FileNotFoundError):
-        return os.open(path, flags)
-    with contextlib.suppress(FileExistsError):  # made by another process since
-        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        os.fchmod(file, 0o666)  # whatever the umask, the next user is to be able to claim it
-        return file
-    return os.open(path, flags)
-
-
-def _flock(file: int, seconds: float = LOCK_SECONDS) -> bool:
-    """Whether the lock came within `seconds`."""
-    patience = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > patience:
-                return False
-            time.sleep(0.05)
-
-
 def home(folder: Path) -> str:
     """Identity of a folder: it stays when the folder is moved, and a copy has another."""
     found = folder.stat()
@@ -332,8 +307,10 @@ def home(folder: Path) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time as a person reads it, whole minutes only where there are some."""
-    return f"{round(seconds, 1):g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    """A duration in the unit that fits it: seconds below two minutes, minutes below three hours, hours."""
+    if seconds < 120:
+        return f"{round(seconds, 1):g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3 * 3600 else f"{seconds / 3600:.1f} h"
 
 
 def free_bytes(path: Path) -> int:
@@ -344,10 +321,11 @@ def free_bytes(path: Path) -> int:
 
 
 def size(count: float) -> str:
-    """Bytes as a person reads them."""
-    if count >= 0.1 * TIB:
-        return f"{count / TIB:.2f} TiB"
-    return f"{count / GIB:.2f} GiB"
+    """A number of bytes in the largest unit that has a tenth of one, so that only nothing reads as zero."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= 0.1 * unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count:.0f} B"
 
 
 if __name__ == "__main__":

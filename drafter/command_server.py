@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from drafter import artifacts, config, interrupts, process
+from drafter import artifacts, config, interrupts, locks, process
 from drafter.errors import ConfigError, ResumableError
 from drafter.launch import environment
 
@@ -52,7 +52,7 @@ def _exclusive(run_config: config.Config, role: config.Role) -> Iterator[None]:
     """No other process starts or stops a server of this run meanwhile. Raises ConfigError when one does."""
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(artifacts.locked(record_path(run_config, role).parent, LOCK_SECONDS))
+            held.enter_context(locks.locked(record_path(run_config, role).parent, seconds=LOCK_SECONDS))
         except ConfigError:
             raise ConfigError(
                 f"server {role}: another process is starting or stopping a server of the run {run_config.run.name}; "

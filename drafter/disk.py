@@ -5,35 +5,45 @@ By hand: `python -m drafter.artifacts du|clean --config FILE`. `clean` proposes;
 
 import argparse
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from drafter import artifacts, config, stage
+from drafter import artifacts, config, locks, run_locks, stage
 from drafter.errors import ConfigError, StageError
 
 log = logging.getLogger("drafter")
 
 # What a later stage no longer needs, and the stage whose completion makes it so.
 FREED_BY = {"02_hidden_states": "05_export", "04_train": "05_export"}
+FREED_LOG = "freed.jsonl"
+BESIDE_RUNS = (FREED_LOG, "smoke.json")  # ours in `run.dir`
+IN_RUNS = (*config.STAGES, "pipeline.json", locks.LOCK)  # one of them makes a folder a run
 
 
 @dataclass(frozen=True)
 class Held:
-    """One stage folder of one run."""
+    """One stage folder of one run, or what an interrupted `clean` left of one."""
 
     run: Path
-    stage: config.StageName
+    stage: str
     bytes: int
     status: str
     proposed: bool
     why: str
+    busy: bool  # a process works there or reads it: never freed
 
     @property
     def folder(self) -> Path:
         return self.run / self.stage
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.name}/{self.stage}"
 
 
 def usage(folder: Path) -> int:
@@ -50,15 +60,34 @@ def usage(folder: Path) -> int:
 def survey(run_config: config.Config) -> list[Held]:
     """Every stage folder below `run.dir`, the largest first, each with what `clean` thinks of it."""
     held = []
-    for run in (
-        sorted(path for path in run_config.run.dir.iterdir() if path.is_dir()) if run_config.run.dir.exists() else []
-    ):
-        for name in config.STAGES:
-            if (run / name).is_dir():
-                status = _status(run / name)
-                proposed, why = _judge(run, name, run_config)
-                held.append(Held(run, name, usage(run / name), status, proposed, why))
+    runs = runs_in(run_config.run.dir)
+    needed = _needed(runs)
+    for run in runs:
+        left = [path.name for name in FREED_BY for path in sorted(run.glob(f"{name}.*{artifacts.PART}"))]
+        for name in [*config.STAGES, *left]:
+            folder = run / name
+            if folder.is_dir() and not folder.is_symlink():
+                busy = in_use(run, name)
+                proposed, why = (False, busy) if busy else _judge(run, name, run_config, needed)
+                held.append(Held(run, name, usage(folder), _status(folder), proposed, why, bool(busy)))
     return sorted(held, key=lambda each: -each.bytes)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs in `run.dir`, by name."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in found if not path.is_symlink() and any((path / name).exists() for name in IN_RUNS)]
+
+
+def strangers(run_dir: Path) -> Iterator[str]:
+    """What lies in `run.dir` and was not made by a run, and links in place of stage folders; never touched."""
+    runs = runs_in(run_dir)
+    for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
+        if path not in runs and path.name not in BESIDE_RUNS:
+            yield f"not of a run, left alone: {path}"
+    for path in (run / name for run in runs for name in config.STAGES):
+        if path.is_symlink():
+            yield f"a link, left alone: {path} -> {path.readlink()}"
 
 
 def _status(folder: Path) -> str:
@@ -68,49 +97,70 @@ def _status(folder: Path) -> str:
         return "unreadable"
 
 
-def _judge(run: Path, name: str, run_config: config.Config) -> tuple[bool, str]:
-    """Whether a stage folder may go, and why or why not."""
+def _judge(run: Path, name: str, run_config: config.Config, needed: dict[Path, str]) -> tuple[bool, str]:
+    """Whether a stage folder that is not in use may go, and why or why not."""
+    if name.endswith(artifacts.PART):
+        return True, "left by an interrupted clean"
     if name not in FREED_BY:
         return False, "small and the result"
-    if is_running(run, name):
-        return False, "the run is running"
     try:
-        kept = _kept(run, name)
+        own = _run_settings(run / name)
     except (StageError, OSError):
         return False, "its config.yaml cannot be read"
-    if name in kept or name in run_config.run.keep:
+    if name in own.get("keep", ()) or name in run_config.run.keep:
         return False, "kept by run.keep"
     if (run / name).resolve() in {path.resolve() for path in run_config.run.take.values()}:
         return False, "taken by this config"
+    if taker := needed.get((run / name).resolve()):
+        return False, f"taken by run {taker}, which is not complete"
     if _status(run / FREED_BY[name]) != "complete":
         return False, "the run is not exported"
     return True, "the run is exported"
 
 
-def _kept(run: Path, name: str) -> list[str]:
-    """`run.keep` of the config the stage itself was made with."""
-    return (stage.read_resolved(run / name) or {"run": {}})["run"].get("keep", [])
+def _needed(runs: list[Path]) -> dict[Path, str]:
+    """Folders that runs take from others and still need, each with the name of such a run."""
+    found = {}
+    for run in runs:
+        taken: dict[str, str] = {}
+        for name in config.STAGES:
+            try:
+                taken |= _run_settings(run / name).get("take", {})
+            except (StageError, OSError) as error:
+                log.info("%s; what its run takes from others is not known", error)
+        own = (name for name in config.STAGES if name not in taken)
+        if any(_status(run / name) != "complete" for name in own):
+            found |= {(config.ROOT / folder).resolve(): run.name for folder in taken.values()}
+    return found
 
 
-def is_running(run: Path, name: str) -> bool:
-    """Whether the pipeline, or the stage by hand, works there now."""
-    shares = (run / name / ".shares").glob("*")  # of stage 02, which several hosts may work on
-    return any(artifacts.in_use(folder) for folder in (run, run / name, *shares))
+def _run_settings(folder: Path) -> dict[str, Any]:
+    """Section `run` of the config that a stage was made with, empty where there is none. Raises ContractError."""
+    return (stage.read_resolved(folder) or {"run": {}})["run"]
+
+
+def in_use(run: Path, name: str) -> str:
+    """Who works in a run, its pipeline or a stage by hand, or reads one of its folders; empty when nobody does."""
+    stages = [place for each in config.STAGES for place in run_locks.workers(run / each)]
+    for place in [run] * locks.in_use(run) + stages:
+        return f"the run is running{locks.describe(place)}"
+    return "another process reads it" if locks.in_use(run / name, readers=True) else ""
 
 
 def chosen(held: list[Held], also: tuple[str, ...] = ()) -> Iterator[Held]:
-    """What `clean` frees: what was proposed and the folders named in `also` (RUN/STAGE), never of a running run."""
-    for each in held:
-        named = f"{each.run.name}/{each.stage}" in also
-        if (each.proposed or named) and not is_running(each.run, each.stage):
-            yield each
+    """What `clean` frees: what was proposed and the folders named in `also` (RUN/STAGE), never one in use."""
+    return (each for each in held if (each.proposed or each.name in also) and not each.busy)
 
 
 def clean(held: list[Held], freed_log: Path, also: tuple[str, ...] = ()) -> int:
-    """Free what is `chosen`; bytes freed."""
+    """Free what is `chosen` and not in use by now; bytes freed."""
     freed = 0
     for each in chosen(held, also):
-        shutil.rmtree(each.folder)
+        try:
+            _free(each)
+        except ConfigError as error:
+            log.info("%s is kept: %s", each.folder, error)
+            continue
         freed += each.bytes
         with artifacts.Journal(freed_log) as journal:
             now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -119,13 +169,24 @@ def clean(held: list[Held], freed_log: Path, also: tuple[str, ...] = ()) -> int:
     return freed
 
 
+def _free(each: Held) -> None:
+    """Raises ConfigError when a process works there or reads it."""
+    with run_locks.removing(each.run, each.stage):
+        doomed = each.folder
+        if doomed.suffix != artifacts.PART:
+            # What an interrupted removal leaves must not look like the stage's folder.
+            doomed = doomed.rename(doomed.with_name(f"{doomed.name}.{os.getpid()}{artifacts.PART}"))
+            artifacts.fsync_dir(each.run)
+        shutil.rmtree(doomed)
+
+
 def table(held: list[Held]) -> str:
-    rows = [("run", "stage", "GiB", "status", "clean", "because")]
+    rows = [("run", "stage", "size", "status", "clean", "because")]
     rows += [
         (
             each.run.name,
             each.stage,
-            f"{each.bytes / artifacts.GIB:.3f}",
+            artifacts.size(each.bytes),
             each.status,
             "free" if each.proposed else "keep",
             each.why,
@@ -147,12 +208,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def _command(run_config: config.Config, args: argparse.Namespace) -> None:
     held = survey(run_config)
-    unknown = set(args.folders) - {f"{each.run.name}/{each.stage}" for each in held}
+    unknown = set(args.folders) - {each.name for each in held}
     if unknown:
         raise ConfigError(f"no such folder below {run_config.run.dir}: {', '.join(sorted(unknown))}")
     print(table(held))
+    for line in strangers(run_config.run.dir):
+        print(line)
+    if args.verb == "clean":
+        for each in held:
+            if each.name in args.folders and each.busy:
+                print(f"keeps {each.folder}: {each.why}")
     if args.verb == "clean" and args.yes:
-        freed = clean(held, run_config.run.dir / "freed.jsonl", tuple(args.folders))
+        freed = clean(held, run_config.run.dir / FREED_LOG, tuple(args.folders))
         print(f"{artifacts.size(freed)} freed")
     elif args.verb == "clean":
         would = list(chosen(held, tuple(args.folders)))

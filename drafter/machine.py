@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from typing import get_args
 
-from drafter import artifacts, config, server, systemd
+from drafter import config, locks, server, systemd
 from drafter.errors import ResumableError
 
 log = logging.getLogger("drafter")
@@ -29,7 +29,7 @@ class Machine:
         """The units are one run's at a time, of all users. Raises ConfigError naming the other run."""
         with contextlib.ExitStack() as held:
             for unit in sorted({own.unit for own in self.roles.values() if own.kind == "systemd"}):
-                held.enter_context(artifacts.claimed(unit, f"the run in {self.config.run_dir}"))
+                held.enter_context(locks.claimed(unit, f"the run in {self.config.run_dir}"))
             yield
 
     def remember(self) -> None:

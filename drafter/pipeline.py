@@ -28,6 +28,7 @@ from drafter import (
     plan,
     process,
     report,
+    run_locks,
     status,
     supervise,
 )
@@ -69,7 +70,7 @@ class Pipeline:
             )  # before any check: what another run does changes their answers
             # A run that cannot begin leaves nothing, so its folder is locked only afterwards.
             first = None if state_path(self.config).exists() else self._checked()
-            held.enter_context(artifacts.locked(self.config.run_dir))
+            held.enter_context(run_locks.pipeline(self.config))
             held.enter_context(self._machine_given_back())
             worked = False
             for step in self.steps:

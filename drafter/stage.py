@@ -18,7 +18,18 @@ from typing import Any
 
 import yaml
 
-from drafter import artifacts, checked, config, contracts, interrupts, notes, process, strict_yaml
+from drafter import (
+    artifacts,
+    checked,
+    config,
+    contracts,
+    interrupts,
+    locks,
+    notes,
+    process,
+    run_locks,
+    strict_yaml,
+)  # fmt: skip
 from drafter.arguments import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 
@@ -47,6 +58,7 @@ class Stage:
         self.facts: dict[str, Any] = {}  # what the manifest records beside counts: rates, tables, notes
         self.started = time.time()
         self._clock = time.monotonic()  # how long it takes; the wall clock may be set while it does
+        self.held = contextlib.ExitStack()  # locks, until the call ends
         self._question: dict[str, Any] = {}
         self._before = 0.0  # seconds of earlier calls
 
@@ -72,6 +84,19 @@ class Stage:
         self._refuse_changes(manifest, upstream)
         return manifest
 
+    def lock(
+        self,
+        *reads: config.StageName,
+        own: Callable[[str, list[Path]], contextlib.AbstractContextManager] | None = None,
+    ) -> None:
+        """Hold the stage's folder until the stage's summary is written, and the folders of the stages it `reads`.
+
+        Nothing is read or written before. Raises ConfigError as `run_locks.stage` does, and for a folder that is
+        taken from another run.
+        """
+        self._refuse_taken()
+        self.held.enter_context(run_locks.stage(self.config, self.name, reads, own))
+
     def begin(self, keys: Iterable[str]) -> None:
         """Claim the stage folder for this question; the manifest is there before the first row.
 
@@ -87,11 +112,14 @@ class Stage:
 
     def refuse_another_question(self) -> None:
         """Raises ConfigError when the folder was made for another question, or is taken from another run."""
-        if self.name in self.config.run.take:
-            raise ConfigError(f"run.take: {self.folder} belongs to another run, which this one only reads")
+        self._refuse_taken()
         manifest = read_manifest(self.folder)
         if manifest is not None:
             self._refuse_changes(manifest, self.name)
+
+    def _refuse_taken(self) -> None:
+        if self.name in self.config.run.take:
+            raise ConfigError(f"run.take: {self.folder} belongs to another run, which this one only reads")
 
     def _refuse_changes(self, manifest: dict, owner: str) -> None:
         if not isinstance(manifest.get("question"), dict):
@@ -250,12 +278,16 @@ def run(
     try:
         args = arguments.parse_args(argv)
         stage = Stage(name, config.load(args.config, args.overrides), args)
+        if not args.dry_run:
+            run_locks.refuse_beside_pipeline(stage.config.run_dir, name)
         summary, code = body(stage), 0
         if args.dry_run:
             try:
                 stage.refuse_another_question()
             except ConfigError as error:
                 summary["findings"].append(str(error))
+            if fault := locks.fault(stage.config.run_dir):
+                summary["findings"].append(fault)
         for finding in summary.get("findings", ()):
             say("finding: %s", finding)
         if summary.get("pending", 0) and not summary.get("deadline"):
@@ -276,6 +308,9 @@ def run(
         else:
             traceback.print_exc()
             summary, code = _failure(stage, name, f"our bug: {error!r}"), 1
+    finally:
+        if stage is not None:
+            stage.held.close()  # only now, or the next call's manifest would be overwritten
     if "error" in summary:
         print(f"{name}: {summary['error']}", file=sys.stderr)
     if is_main_process():

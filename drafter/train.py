@@ -1,8 +1,6 @@
 """Stage 04: teach the drafter to say what the target says. What is checked and claimed around the loop."""
 
-import contextlib
-
-from drafter import artifacts, checkpoint, data, native, target_weights
+from drafter import checkpoint, data, native, target_weights
 from drafter.dataset import Dataset, read_dataset
 from drafter.errors import ContractError, ResumableError, StageError
 from drafter.stage import Stage, read_manifest, say
@@ -20,9 +18,10 @@ def run(stage: Stage) -> dict:
     from drafter import parallel  # ten seconds of imports, which a plan does without
     from drafter.loop import Training, check_resumable
 
-    with parallel.ranks() as ranks, contextlib.ExitStack() as held:
+    with parallel.ranks() as ranks:
         stage.require("02_hidden_states")
         native.check_settings(stage.config)
+        ranks.on_main(lambda: stage.lock("02_hidden_states"))
         dataset = read_dataset(stage, ranks.world)
         rows = [dataset.plan.fingerprint, *(row.entry.row_id for row in dataset.validation)]
         if not ranks.all(ranks.decide(lambda: rows) == rows):
@@ -42,10 +41,8 @@ def run(stage: Stage) -> dict:
         finished, before = ranks.decide(look)
 
         def claim() -> None:
-            held.enter_context(artifacts.locked(stage.folder))
             stage.facts["steps"] = len(dataset.plan.steps)
             stage.begin(QUESTION)
-            artifacts.sweep(stage.folder)
 
         ranks.on_main(claim)
         if finished:

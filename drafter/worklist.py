@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import artifacts, contracts, prompts, rows, states
+from drafter import artifacts, contracts, locks, prompts, rows, states
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError
@@ -278,22 +278,30 @@ def sweep(folder: Path, share: Share) -> int:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, share: Share) -> Iterator[None]:
-    """One client for each share, and no two ways of sharing at once. Raises ConfigError."""
+def locked(folder: Path, share: Share, who: str = "", reads: Iterable[Path] = ()) -> Iterator[None]:
+    """One client for each share, no two ways of sharing at once, and nobody reads the folder. Raises ConfigError.
+
+    What killed calls left beside the rows' files is removed, unless another share is at work.
+    """
     with contextlib.ExitStack() as stack:
-        for other in folder.glob(".shares/*"):
-            if not other.name.endswith(f"of{share.of}"):
-                stack.enter_context(artifacts.locked(other))
-        stack.enter_context(artifacts.locked(folder / ".shares" / str(share)))
+        others = [other for other in folder.glob(f"{locks.SHARES}/*") if not other.name.endswith(f"of{share.of}")]
+        ours = [*others, folder / locks.SHARES / str(share)]
+        for each in ours:
+            stack.enter_context(locks.locked(each, who, reads))
+        # A share that begins meanwhile waits for this lock; a reader holds it as long as it reads.
+        with locks.locked(folder):
+            if set(locks.shares_in_use(folder)) == set(ours):
+                for place in (folder, *folder.glob(".*/")):
+                    artifacts.sweep(place, below=False)
         yield
 
 
 @contextlib.contextmanager
 def merging(folder: Path) -> Iterator[None]:
     """One host at a time joins what all hosts have: the index and the manifest that counts it. Raises ConfigError."""
-    if artifacts.in_use(folder / ".merge"):
+    if locks.in_use(folder / ".merge"):
         say("another host is writing the index; this one waits for it")
-    with artifacts.locked(folder / ".merge", MERGE_SECONDS):
+    with locks.locked(folder / ".merge", seconds=MERGE_SECONDS):
         yield
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,133 @@ def test_sigkill_while_replacing_a_folder_leaves_the_old_one_the_new_one_or_none
     with artifacts.publish(target) as part:
         part.mkdir()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+ONE_STEP_AND_TWO = {"in one step": "", "in two steps": "artifacts._rename_exchange = lambda *_: False"}
+
+
+@pytest.fixture(params=ONE_STEP_AND_TWO)
+def way(request, monkeypatch):
+    """How a folder is exchanged, here and as code for a child: a file system may lack RENAME_EXCHANGE."""
+    if request.param == "in two steps":
+        monkeypatch.setattr(artifacts, "_rename_exchange", lambda *_: False)
+    return ONE_STEP_AND_TWO[request.param]
+
+
+def publish_folder(target, content):
+    with artifacts.publish(target) as part:
+        part.mkdir()
+        (part / "weights").write_text(content)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_replacement_that_fails_at_any_step_leaves_a_whole_folder(tmp_path, monkeypatch, way, number):
+    """Seam M4: the old one was gone when the second rename failed."""
+    target, renames = tmp_path / "model", []
+    publish_folder(target, "old")
+
+    def rename(path, other):
+        renames.append(path)
+        if len(renames) == number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.rename(path, other)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    failed = False
+    try:
+        publish_folder(target, "new")
+    except OSError:
+        failed = True
+    assert failed == (number <= (2 if way else 1))
+    assert (target / "weights").read_text() == ("old" if way else "new")
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("finder", ["sweep", "publish"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_after_a_kill_at_any_step_of_a_replacement_a_whole_folder_has_the_name(tmp_path, way, number, finder):
+    """Seam K5, Seam M4: what was set aside is restored; it was swept with the rest."""
+    target = tmp_path / "model"
+    publish_folder(target, "old")
+    run_and_kill(
+        f"""
+        import os, signal, sys
+        from pathlib import Path
+        from drafter import artifacts
+        {way}
+        renames = 0
+        def dies(real):
+            def act(*paths):
+                global renames
+                done = real(*paths)
+                renames += 1
+                if renames == int(sys.argv[2]):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return done
+            return act
+        Path.rename, artifacts.fsync_dir = dies(Path.rename), dies(artifacts.fsync_dir)
+        with artifacts.publish(Path(sys.argv[1])) as part:
+            part.mkdir()
+            (part / "weights").write_text("new")
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        target,
+        number,
+    )
+    if finder == "sweep":
+        artifacts.sweep(tmp_path)
+        assert (target / "weights").read_text() in ("old", "new")
+        assert os.listdir(tmp_path) == ["model"]
+    else:
+        with pytest.raises(RuntimeError), artifacts.publish(target):
+            raise RuntimeError
+        assert (target / "weights").read_text() in ("old", "new")
+
+
+def test_everything_of_a_published_folder_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
+    """Seam M4: the folder's own entry list too, not its files alone."""
+    synced = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with artifacts.publish(tmp_path / "model") as part:
+        (part / "inner").mkdir(parents=True)
+        (part / "inner/weights").write_text("x")
+    name = part.name
+    assert set(synced[:-1]) == {name, f"{name}/inner", f"{name}/inner/weights"} and synced[-1] == "."
+
+
+def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path):
+    """Seam M4"""
+    publish_folder(tmp_path / "elsewhere", "theirs")
+    (tmp_path / "model").symlink_to("elsewhere")
+    publish_folder(tmp_path / "model", "ours")
+    assert (tmp_path / "model/weights").read_text() == "ours" and not (tmp_path / "model").is_symlink()
+    assert (tmp_path / "elsewhere/weights").read_text() == "theirs"
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "model"]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (4_800, "4.69 KiB"),
+        (70_000, "68.36 KiB"),
+        (4_900_000, "4.67 MiB"),
+        (70_000_000, "66.76 MiB"),
+        (2**30 // 5, "0.20 GiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2 * 2**40, "2.00 TiB"),
+    ],
+)
+def test_a_size_never_reads_as_zero_unless_it_is(count, said):
+    """Seam I: sizes below 5 MB read 0.00 GiB."""
+    assert artifacts.size(count) == said
 
 
 def test_sigkill_while_writing_leaves_no_final_name(tmp_path):
@@ -149,54 +277,9 @@ def test_fingerprint_follows_content_not_place(tmp_path):
     assert artifacts.fingerprint_path(tmp_path / "two") != same
 
 
-def test_a_locked_folder_refuses_a_second_process_and_a_dead_one_frees_it(tmp_path):
-    holder = "import sys; from pathlib import Path; from drafter import artifacts\n"
-    holder += "with artifacts.locked(Path(sys.argv[1])): "
-    with artifacts.locked(tmp_path):
-        command = [sys.executable, "-c", holder + "pass", str(tmp_path)]
-        done = subprocess.run(command, cwd=config.ROOT, capture_output=True, text=True)
-        assert "another process is working" in done.stderr
-    run_and_kill(holder + "import os; os.kill(os.getpid(), 9)", tmp_path)
-    with artifacts.locked(tmp_path):
-        pass
-
-
-@pytest.mark.parametrize("there", ["link", "dangling link", "hard link", "pipe", "folder", "another user's"])
-def test_what_stands_in_place_of_a_claim_is_said_and_left_alone(tmp_path, monkeypatch, there):
-    """R02: the claims lie where every user of the machine can put what he likes."""
-    monkeypatch.setattr(artifacts, "CLAIMS", tmp_path)
-    path, other = tmp_path / "drafter-vllm-team.lock", tmp_path / "other"
-    other.write_text("precious")
-
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    {
-        "link": lambda: path.symlink_to(other),
-        "dangling link": lambda: path.symlink_to(tmp_path / "none"),
-        "hard link": lambda: path.hardlink_to(other),
-        "pipe": lambda: os.mkfifo(path),
-        "folder": path.mkdir,
-        "another user's": lambda: monkeypatch.setattr(os, "open", refuse),
-    }[there]()
-    with pytest.raises(ConfigError, match=f"{path}.*; vllm-team is claimed with .*: remove what is there"):
-        artifacts.claimed("vllm-team", "me").__enter__()
-    assert other.read_text() == "precious" and not (tmp_path / "none").exists()
-
-
-def test_whoever_holds_a_claim_is_named_in_one_line_whatever_he_wrote(tmp_path, monkeypatch):
-    """R02"""
-    monkeypatch.setattr(artifacts, "CLAIMS", tmp_path)
-    monkeypatch.setattr(artifacts, "LOCK_SECONDS", 0)
-    with artifacts.claimed("vllm-team", "me"):
-        assert (tmp_path / "drafter-vllm-team.lock").stat().st_mode & 0o777 == 0o666
-        (tmp_path / "drafter-vllm-team.lock").write_bytes(b"\xff\x1b[2J\nroot")
-        with pytest.raises(ConfigError, match=r"^vllm-team is in use by \ufffd\[2Jroot; wait"):
-            artifacts.claimed("vllm-team", "other").__enter__()
-
-
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.3, "0.3 s"), (20, "20 s"), (90, "90 s"), (120, "2 min"), (3600, "60 min")]
+    ("seconds", "said"),
+    [(0.3, "0.3 s"), (20, "20 s"), (90, "90 s"), (120, "2 min"), (3600, "60 min"), (10_800, "3.0 h")],
 )
 def test_a_time_is_told_in_a_unit_that_fits_it(seconds, said):
     assert artifacts.span(seconds) == said

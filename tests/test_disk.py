@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, disk
+from drafter import artifacts, config, disk, locks
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_an_unexported_runs_folder_goes_only_when_named(runs):
 )
 @pytest.mark.parametrize("running", ["exported", "exported/02_hidden_states", "none"])
 def test_without_yes_clean_shows_exactly_what_yes_frees(runs, capsys, named, running):
-    with artifacts.locked(runs / running):
+    with locks.locked(runs / running):
         before = folders(runs)
         assert call(runs, "clean", *named) == 0
         shown = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_without_yes_clean_shows_exactly_what_yes_frees(runs, capsys, named, run
 @pytest.mark.parametrize("lock", ["exported", "exported/{}", "exported/{}/.shares/2of3"])
 @pytest.mark.parametrize("name", ["02_hidden_states", "04_train"])
 def test_a_running_run_is_never_touched(runs, lock, name):
-    with artifacts.locked(runs / lock.format(name)):
+    with locks.locked(runs / lock.format(name)):
         assert call(runs, "clean", f"exported/{name}", "--yes") == 0
         assert f"exported/{name}" in folders(runs)
 
@@ -105,4 +105,4 @@ def test_what_a_config_keeps_or_takes_stays(runs):
 
 def test_nothing_there_is_no_error(tmp_path, capsys):
     assert call(tmp_path / "none", "du") == 0
-    assert "0.00 GiB in all" in capsys.readouterr().out
+    assert "0 B in all" in capsys.readouterr().out

@@ -14,7 +14,19 @@ from pathlib import Path
 import pytest
 from conftest import CPU_CONFIG, free_port
 
-from drafter import arguments, artifacts, config, deadline, found, machine, pipeline, process, server, supervise
+from drafter import (
+    arguments,
+    artifacts,
+    config,
+    deadline,
+    found,
+    locks,
+    machine,
+    pipeline,
+    process,
+    server,
+    supervise,
+)
 from drafter.errors import ConfigError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -787,8 +799,8 @@ def test_two_pipelines_never_share_a_run(night):
 @pytest.fixture
 def made(tmp_path, model, monkeypatch):
     """Makes a pipeline of this process whose first stage has something to do."""
-    monkeypatch.setattr(artifacts, "CLAIMS", tmp_path)
-    monkeypatch.setattr(artifacts, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "CLAIMS", tmp_path)
+    monkeypatch.setattr(locks, "LOCK_SECONDS", 0.1)
     monkeypatch.setattr(pipeline.Pipeline, "plans", lambda _self, steps, *_: [{"pending": 1}] * len(steps))
 
     def make(*overrides: str) -> pipeline.Pipeline:

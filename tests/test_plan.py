@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, disk, pipeline, plan, rates, trial
+from drafter import artifacts, config, disk, locks, pipeline, plan, rates, trial
 from drafter.errors import ConfigError
 
 BOX, RENTED = "rtx_pro_6000_x8", "b300_x8"
@@ -142,7 +142,7 @@ def test_a_probe_keeps_what_it_takes_from_another_run(tmp_path, model, monkeypat
 
 def test_a_probe_never_takes_the_machine_from_its_own_run(tmp_path, model):
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
-    with artifacts.locked(run.run_dir), pytest.raises(ConfigError, match="another process is working"):
+    with locks.locked(run.run_dir), pytest.raises(ConfigError, match="another process is working"):
         trial.measure(run)
 
 

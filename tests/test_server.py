@@ -23,6 +23,7 @@ from drafter import (
     command_server,
     config,
     launch,
+    locks,
     preflight,
     process,
     readiness,
@@ -510,7 +511,7 @@ def test_a_start_waits_for_no_lock_and_says_so(role, monkeypatch):
     monkeypatch.setattr(command_server, "LOCK_SECONDS", 0.1)
     run_config = role()
     with (
-        artifacts.locked(run_config.run_dir / "servers"),
+        locks.locked(run_config.run_dir / "servers"),
         pytest.raises(ConfigError, match="another process is starting or stopping a server of the run smollm2_cpu"),
     ):
         server.up(run_config, "generate")

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from drafter import artifacts, checkpoint, config, contracts, data, loop, native, train
+from drafter import checkpoint, config, contracts, data, locks, loop, native, train
 from tests import captured, tiny_models
 
 
@@ -539,7 +539,7 @@ def test_early_stop_takes_the_best_step(target, warm_start, tmp_path, monkeypatc
 
 def test_two_trainings_never_share_a_folder(target, tmp_path):
     path = captured.write_run(tmp_path, target)
-    with artifacts.locked(folder(path)):
+    with locks.locked(folder(path)):
         code, summary = captured.train(path)
     assert (code, "another process is working" in summary["error"]) == (2, True)
 

@@ -31,6 +31,7 @@ def body(this: stage.Stage) -> dict:
     refused = {"refused": "3 finished rows; add --redo"} if fake == "redo" and not this.args.redo else {}
     if this.args.dry_run:
         return refused | {"stage": this.name, "dry_run": True, "pending": int(not done.exists()), "findings": []}
+    this.lock()
     this.begin(["target.served_name"])
     this.counts.total = 1
     role = ROLES.get(this.name)

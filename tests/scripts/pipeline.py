@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import drafter
-from drafter import artifacts, pipeline
+from drafter import locks, pipeline
 
-artifacts.CLAIMS = Path(os.environ["FAKES"])  # of this test alone
+locks.CLAIMS = Path(os.environ["FAKES"])  # of this test alone
 if not os.environ.get("PREFLIGHT"):
     drafter.preflight = SimpleNamespace(check=lambda *_: None)
 fakes = Path(os.environ["FAKES"])

@@ -1,0 +1,127 @@
+"""Who may work on a run: its pipeline, or a stage by hand, and nobody in a folder that another stage reads.
+
+A stage holds the lock of its own folder, and reads the folders of the stages before it under theirs. The pipeline
+holds the lock of the run's folder and of every folder it takes from another run.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from drafter import artifacts, config, interrupts, locks
+from drafter.errors import ConfigError
+
+log = logging.getLogger("drafter")
+
+PIPELINE = "run_pipeline.sh"
+STOP_SECONDS = 150  # a stage of a killed pipeline has been asked to stop, and saves first
+
+
+@contextlib.contextmanager
+def stage(
+    run_config: config.Config,
+    name: config.StageName,
+    reads: tuple[config.StageName, ...],
+    own: Callable[[str, list[Path]], contextlib.AbstractContextManager] | None = None,
+) -> Iterator[None]:
+    """Work as a stage, reading the folders of the stages `reads`. What killed calls left in its folder is removed.
+
+    `own` locks and sweeps the folder of a stage that several processes may divide among them; it takes who works
+    there and what that reads. Raises ConfigError, and has written nothing, while a pipeline that did not start this
+    process works on the run, or another process works in the stage's folder, reads it, or works in one of `reads`.
+    """
+    folder, run_dir = run_config.run_dir / name, run_config.run_dir
+    with contextlib.ExitStack() as held:
+        upstream = [run_config.stage_dir(each) for each in reads]
+        for each in upstream:
+            held.enter_context(locks.reading(each, theirs=each.parent != run_dir))
+        who = f"{PIPELINE}: {name}" if locks.in_use(run_dir) else name
+        try:
+            held.enter_context((own or partial(locks.locked, folder))(who, upstream))
+        except ConfigError:
+            if reader := _reader(run_config, folder):
+                raise ConfigError(f"another process is reading {folder}{reader}; wait for it or stop it") from None
+            raise
+        refuse_beside_pipeline(run_dir, name)  # one that began since
+        if own is None:
+            artifacts.sweep(folder)
+        yield
+
+
+def _reader(run_config: config.Config, folder: Path) -> str:
+    """The stage, of any run, that reads a folder and works now; empty where none is found."""
+    for name in config.STAGES:
+        for other in run_config.run.dir.glob(f"*/{name}"):
+            for place in workers(other):
+                if str(folder.resolve()) in locks.holder(place).get("reads", ()):
+                    return locks.describe(place)
+    return ""
+
+
+def refuse_beside_pipeline(run_dir: Path, name: str) -> None:
+    """Raises ConfigError while a pipeline that did not start this process works on the run."""
+    if not locks.in_use(run_dir) or locks.is_ancestor(locks.holder(run_dir)):
+        return
+    if locks.in_use(run_dir, locks.LOCK_SECONDS):
+        raise ConfigError(
+            f"{name} cannot run by hand now: another process is working in {run_dir}{locks.describe(run_dir)}; "
+            "wait for it or stop it"
+        )
+
+
+@contextlib.contextmanager
+def pipeline(run_config: config.Config) -> Iterator[None]:
+    """Work as the run's pipeline.
+
+    Raises ConfigError while another process does, or a stage by hand works on the run. A stage that a killed
+    pipeline had started is waited for.
+    """
+    run_dir = run_config.run_dir
+    with contextlib.ExitStack() as held:
+        taken = run_config.run.take.values()
+        held.enter_context(locks.locked(run_dir, PIPELINE, taken))
+        for folder in taken:
+            held.enter_context(locks.reading(folder, theirs=True))
+        for name in config.STAGES:
+            _wait_for_stage(run_dir / name)
+        for place in (run_dir, run_dir / "servers"):
+            artifacts.sweep(place, below=False)
+        yield
+
+
+def _wait_for_stage(folder: Path) -> None:
+    until = time.monotonic() + STOP_SECONDS
+    said = False
+    while busy := workers(folder):
+        by_hand = not all(locks.holder(place).get("who", "").startswith(PIPELINE) for place in busy)
+        if by_hand or time.monotonic() > until:
+            raise ConfigError(
+                f"another process is working in {busy[0]}{locks.describe(busy[0])}; wait for it or stop it"
+            )
+        if not said:
+            log.info("waiting for a stage of a pipeline that was killed%s to stop", locks.describe(busy[0]))
+            said = True
+        interrupts.check()
+        time.sleep(0.2)
+
+
+def workers(folder: Path) -> list[Path]:
+    """The places in a stage's folder, itself or its shares, that processes work in now."""
+    return [folder] * locks.in_use(folder) + locks.shares_in_use(folder)
+
+
+@contextlib.contextmanager
+def removing(run_dir: Path, name: str) -> Iterator[None]:
+    """Hold a run and one of its folders so that it can be removed.
+
+    Raises ConfigError while the run's pipeline or any of its stages works, or another process reads the folder.
+    """
+    with locks.locked(run_dir, "drafter.artifacts clean"), locks.locked(run_dir / name, "drafter.artifacts clean"):
+        for stage_name in config.STAGES:
+            for place in workers(run_dir / stage_name):
+                if place != run_dir / name:
+                    raise ConfigError(f"another process is working in {place}{locks.describe(place)}")
+        yield
