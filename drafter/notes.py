@@ -72,6 +72,7 @@ class Planned(TypedDict):
 
 class Keeping(TypedDict, total=False):
     keep: list[str]
+    take: dict[str, str]
 
 
 class Target(TypedDict):

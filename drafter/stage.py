@@ -18,18 +18,7 @@ from typing import Any
 
 import yaml
 
-from drafter import (
-    artifacts,
-    checked,
-    config,
-    contracts,
-    interrupts,
-    locks,
-    notes,
-    process,
-    run_locks,
-    strict_yaml,
-)  # fmt: skip
+from drafter import artifacts, checked, config, contracts, interrupts, locks, notes, process, run_locks, strict_yaml
 from drafter.arguments import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 
