@@ -120,8 +120,10 @@ def acceptance(found: Found) -> str:
     if not found.acceptance:
         return ""
     head = found.acceptance["headline"]
+    expected = found.acceptance.get("expected", {}).get(head["drafter"])
     tiles = [
         (length(head), f"tokens a step, {named(head['drafter'])}"),
+        (f"{expected:.2f}" if expected else "", "tokens a step, as training expected"),
         (f"{head['speed_up']:.2f}x" if head["speed_up"] else "", "tokens a second against no drafter"),
         (f"{head['tokens_per_second']:,.0f}" if head["tokens_per_second"] else "", "tokens a second"),
     ]

@@ -125,6 +125,16 @@ def test_without_anything_to_compare_with_nothing_is_recommended(finished):
     assert "No baseline was measured, so nothing is recommended." in text and "ecommended to serve" not in text
 
 
+def test_the_length_that_training_expected_stands_beside_the_served_one(finished):
+    """Seam F6: 1.30 expected and 1.02 served stood in two files, and no page showed both."""
+    path = finished.run_dir / "06_acceptance/acceptance.json"
+    assert "as training expected" not in report.write(finished).read_text()
+    write(path, json.loads(path.read_text()) | {"expected": {"run": 3.14}})
+    text = report.write(finished).read_text()
+    assert "<b>3.14</b><span>tokens a step, as training expected</span>" in text
+    assert "expected an acceptance length of 3.14 for the trained drafter, outside the served interval" in text
+
+
 def test_the_prompts_that_were_measured_on_are_counted_by_source(finished):
     """Seam U5: a drafter for cooking was measured on no cooking prompt, and nothing near the figure said so."""
     path = finished.run_dir / "06_acceptance/acceptance.json"
