@@ -45,18 +45,26 @@ def ended_at(manifest: dict[str, Any]) -> float | None:
     return manifest.get("facts", {}).get("deadline") if manifest.get("status") == "partial" else None
 
 
-def is_settled(manifest: dict[str, Any] | None, pending: int, wanted: Deadline | None) -> bool:
-    """Whether 01b, with so many requests `pending`, ended by its deadline and no more is asked of it.
+def is_settled(manifest: dict[str, Any] | None, requests: int, wanted: Deadline | None) -> bool:
+    """Whether 01b ended by its deadline and no more is asked of it now, of so many `requests`.
 
-    More is asked by a later deadline, and by more prompts than it knew of.
+    More is asked by a later deadline, and by more requests than it had then.
     """
     ended = ended_at(manifest or {})
-    return ended is not None and pending <= manifest.get("pending", 0) and (wanted is None or wanted.at <= ended)
+    return (
+        ended is not None
+        and requests <= manifest["facts"].get("requests", 0)
+        and (wanted is None or wanted.at <= ended)
+    )
 
 
-def left_undone(manifest: dict[str, Any] | None, pending: int, wanted: Deadline | None) -> str:
-    """What to show of the requests that a deadline left and this call does not ask for; empty without any."""
-    if not pending or not is_settled(manifest, pending, wanted):
+def left_undone(manifest: dict[str, Any] | None, plan: dict[str, Any], wanted: Deadline | None) -> str:
+    """What to show of the requests that a deadline left and this call does not ask for; empty without any.
+
+    `plan` is what 01b's own dry run says; where that does not know the requests, the hub being asked for them, none
+    are new.
+    """
+    if not plan["pending"] or not is_settled(manifest, plan.get("requests", 0), wanted):
         return ""
-    ended = datetime.fromtimestamp(ended_at(manifest))
-    return f"{pending:,} requests left by the deadline {ended:%a %H:%M}; a later --deadline sends them"
+    ended, left = datetime.fromtimestamp(ended_at(manifest)), manifest.get("pending", 0)
+    return f"{left:,} requests left by the deadline {ended:%a %H:%M}; a later --deadline sends them"

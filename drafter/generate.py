@@ -30,7 +30,8 @@ def prepare(stage: Stage) -> Work:
     for shard in filter(artifacts.cut_torn_tail, rows.shards(stage.folder)):
         say("%s ended in the middle of a row, which is asked for again", shard)
     stage.facts |= before.get("facts", {})
-    stage.facts.pop("deadline", None)
+    for ended in ("deadline", "requests"):
+        stage.facts.pop(ended, None)
     meta = mix.materialise(stage.config, stage.folder)
     stage.facts |= {"prompts_sha256": meta["sha256"], **{key: meta[key] for key in ("sources", "read", "held_out")}}
     for line in (*read_lines(meta), *broken_lines(stage.folder)):
@@ -83,7 +84,7 @@ def conclude(stage: Stage) -> dict:
                 f"at the deadline {stage.args.deadline} there were {done} rows, fewer than generate.min_rows = "
                 f"{max(least, 1)}; run it again with a later --deadline"
             )
-        stage.facts["deadline"] = stage.args.deadline.timestamp()
+        stage.facts |= {"deadline": stage.args.deadline.timestamp(), "requests": len(work.requests)}
         return stage.finish() | {"deadline": stage.args.deadline.isoformat()}
     if not done:
         raise ContractError(f"not one row from {stage.counts.total} prompts: {dict(stage.counts.rejected)}")

@@ -98,6 +98,7 @@ Plan = OPEN(TypedDict("Plan", dict.fromkeys(config.STAGES, Planned), total=False
 class Facts(TypedDict, total=False):
     steps: Count  # of 04
     deadline: Moment  # of 01b, when it ended by it with requests left
+    requests: Count  # of 01b, that it had then
     best: str
 
 

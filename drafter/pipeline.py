@@ -153,7 +153,7 @@ class Pipeline:
         found = [json.loads(done.stdout.splitlines()[-1]) for done in answers]
         for step, each in zip(steps, found, strict=True):
             manifest = read_manifest(self.config.stage_dir(step.stage))
-            if left := deadline.left_undone(manifest, each["pending"], self.deadline):
+            if left := deadline.left_undone(manifest, each, self.deadline):
                 log.info("%s: %s", step.stage, left)
                 each |= {"pending": 0, "left": left}
         return found

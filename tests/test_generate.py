@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from drafter import answering, arguments, artifacts, chat, client, config, generate, prompts, rows, stage
+from drafter import deadline as until
 from tests import fakes
 from tests.fakes import FakeServer, Reply, chat_reply, error_body
 
@@ -784,6 +785,34 @@ def test_past_the_deadline_what_is_in_flight_is_finished_and_the_rest_named(lab,
     assert len(pending) == 198 - made == lab.manifest["pending"]
     assert not set(pending) & set(lab.records)
     assert lab.manifest["status"] == "partial"
+
+
+def test_what_a_deadline_left_is_not_asked_again_without_a_later_one_or_more_prompts(lab, deadline, capsys):
+    """Seam H1: also where a rerun would try some rejected turns again, which then count as pending too."""
+    lab.tree["prompts"][0]["turns"] = "all"
+    (lab.folder / "s.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions(60, turns=2)))
+
+    def refuse_some(call):
+        if call.question.startswith("q 3"):
+            return Reply(error_body("no", 400), 400)
+        return Reply(chat_reply(call.body), delay=0.05)
+
+    lab.server.script = refuse_some
+
+    def plan() -> dict:
+        assert lab.run("--dry-run") == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    assert lab.run(*deadline) == 0
+    capsys.readouterr()
+    assert lab.rejected["conversation_ended"] and plan()["pending"] > lab.manifest["pending"] > 0
+    earlier, later = (until.Deadline("01:00", at) for at in (1000.0, 3000.0))
+    for wanted in (None, earlier):
+        left = until.left_undone(lab.manifest, plan(), wanted)
+        assert left.startswith(f"{lab.manifest['pending']} requests left by the deadline Thu ")
+    assert until.left_undone(lab.manifest, plan(), later) == ""
+    lab.add_source(questions(10, name="more"), name="t")
+    assert until.left_undone(lab.manifest, plan(), None) == ""
 
 
 def test_a_deadline_with_too_few_rows_is_not_a_success(lab, deadline):
