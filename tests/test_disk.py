@@ -6,6 +6,8 @@ import pytest
 from conftest import CPU_CONFIG
 
 from drafter import artifacts, config, disk, locks
+from drafter.errors import ConfigError
+from tests.holding import held
 
 
 @pytest.fixture
@@ -106,3 +108,130 @@ def test_what_a_config_keeps_or_takes_stays(runs):
 def test_nothing_there_is_no_error(tmp_path, capsys):
     assert call(tmp_path / "none", "du") == 0
     assert "0 B in all" in capsys.readouterr().out
+
+
+STATES, WEIGHTS = "02_hidden_states", "04_train"
+
+
+def complete(run):
+    for name in config.STAGES:
+        (run / name / "manifest.json").write_text(json.dumps({"status": "complete"}))
+
+
+def take(runs, run, name, folder):
+    """Make a run's stages say that they take `folder`, as 04 says it when it begins."""
+    text = f"run: {{take: {{{name}: {folder}}}}}\n"
+    for stage_name in config.STAGES:
+        (runs / run / stage_name / "config.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("name", [STATES, WEIGHTS])
+@pytest.mark.parametrize("working", config.STAGES)
+def test_no_folder_of_a_run_goes_while_one_of_its_stages_works_by_hand(runs, capsys, name, working):
+    """Seam H2, Seam K2: `04_train.py` by hand holds the lock of 04 alone, and reads 02."""
+    with held("working", runs / "exported" / working, working) as stage:
+        assert call(runs, "clean", f"exported/{name}", "--yes") == 0
+    assert f"exported/{name}" in folders(runs)
+    said = capsys.readouterr().out
+    assert f"keeps {runs}/exported/{name}: the run is running ({working}, process {stage.pid} on" in said
+
+
+def test_no_folder_goes_while_a_stage_of_another_run_reads_it(runs, capsys):
+    """Seam H2: named or proposed."""
+    with held("reading", runs / "exported" / STATES):
+        assert call(runs, "clean", f"exported/{STATES}", "--yes") == 0
+    assert f"exported/{STATES}" in folders(runs) and f"exported/{WEIGHTS}" not in folders(runs)
+    assert f"keeps {runs}/exported/{STATES}: another process reads it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [STATES, WEIGHTS])
+def test_what_an_unfinished_run_takes_from_another_is_kept(runs, capsys, name):
+    """Seam H2: `clean` with A's config frees what B trains on."""
+    take(runs, "unexported", name, runs / "exported" / name)
+    assert call(runs, "clean", "--yes") == 0
+    assert f"exported/{name}" in folders(runs)
+    assert "taken by run unexported, which is not complete" in capsys.readouterr().out
+    complete(runs / "unexported")
+    assert call(runs, "clean", "--yes") == 0
+    assert f"exported/{name}" not in folders(runs)
+
+
+def test_a_folder_that_comes_into_use_after_the_look_is_kept(runs, caplog):
+    """Seam L10: it looked, then deleted, without holding a lock."""
+    seen = disk.survey(config.load(CPU_CONFIG, [f"run.dir={runs}"]))
+    with held("working", runs / "exported/04_train", "04_train"):
+        freed = disk.clean(seen, runs / "freed.jsonl")
+    assert freed == 0 and {f"exported/{STATES}", f"exported/{WEIGHTS}"} <= folders(runs)
+    assert not (runs / "freed.jsonl").exists()
+
+
+def test_nobody_begins_to_work_in_a_run_while_one_of_its_folders_is_deleted(runs, monkeypatch):
+    """Seam L10"""
+    refused = []
+
+    def rmtree(path):
+        assert not (runs / "exported" / STATES).exists(), "it has lost its name first, whole"
+        for place in (runs / "exported", path):
+            with pytest.raises(ConfigError) as error:
+                locks.locked(place, seconds=0).__enter__()
+            refused.append(str(error.value))
+        real(path)
+
+    real = disk.shutil.rmtree
+    monkeypatch.setattr(disk.shutil, "rmtree", rmtree)
+    assert call(runs, "clean", "--set", f"run.keep=[{WEIGHTS}]", "--yes") == 0
+    assert len(refused) == 2 and all("drafter.artifacts clean" in line for line in refused)
+
+
+def test_what_a_killed_clean_leaves_is_no_stage_and_goes_with_the_next(runs, monkeypatch, capsys):
+    """Seam L10: half a folder under its own name would be taken for the stage's."""
+    monkeypatch.setattr(disk.shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        call(runs, "clean", "--yes")
+    monkeypatch.undo()
+    left = [path for path in (runs / "exported").iterdir() if path.suffix == ".part"]
+    assert len(left) == 1 and len(folders(runs) & {f"exported/{STATES}", f"exported/{WEIGHTS}"}) == 1
+    assert call(runs, "clean", "--yes") == 0
+    assert "left by an interrupted clean" in capsys.readouterr().out
+    assert not left[0].exists() and not folders(runs) & {f"exported/{STATES}", f"exported/{WEIGHTS}"}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "run:", "run: [", "[]", "run: {take: 3}", "run: {take: {04_train: 3}}", "\0"]
+)
+@pytest.mark.parametrize("verb", [("du",), ("clean",), ("clean", "--yes")])
+def test_a_broken_config_of_a_neighbour_is_a_line_and_keeps_its_own_folder(runs, capsys, caplog, content, verb):
+    """Seam L2: an empty or half config.yaml was an AttributeError in du and clean."""
+    broken = runs / "unexported" / STATES / "config.yaml"
+    complete(runs / "unexported")
+    broken.write_text(content)
+    with caplog.at_level("INFO"):
+        assert call(runs, *verb) == 0
+    assert "its config.yaml cannot be read" in capsys.readouterr().out
+    assert [str(broken) in record.message for record in caplog.records].count(True) == 1
+    assert f"unexported/{STATES}" in folders(runs)
+    assert (f"exported/{STATES}" in folders(runs)) == ("--yes" not in verb)
+
+
+def test_what_no_run_made_is_named_and_left_alone(runs, capsys, tmp_path_factory):
+    """Seam I: artefacts in run.dir that are not ours; a stage's folder that is a link elsewhere."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "states"
+    (runs / "exported" / STATES).rename(elsewhere)
+    (runs / "exported" / STATES).symlink_to(elsewhere)
+    (runs / "my backup").mkdir()
+    (runs / "my backup/weights").write_text("precious")
+    (runs / "notes.txt").write_text("precious")
+    assert call(runs, "clean", "--yes") == 0
+    said = capsys.readouterr().out
+    assert f"not of a run, left alone: {runs}/my backup\n" in said
+    assert f"not of a run, left alone: {runs}/notes.txt\n" in said
+    assert f"a link, left alone: {runs}/exported/{STATES} -> {elsewhere}\n" in said
+    assert "freed.jsonl" not in said
+    assert (runs / "my backup/weights").exists() and (elsewhere / "data").exists()
+
+
+def test_a_small_folder_has_a_size(runs, capsys):
+    """Seam I: below 5 MB everything read 0.00 GiB."""
+    assert call(runs, "du") == 0
+    said = capsys.readouterr().out
+    assert " 0.11 MiB " in said and " 0.00 " not in said
