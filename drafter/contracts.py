@@ -117,9 +117,13 @@ class Row:
     def from_record(cls, record: dict) -> "Row":
         """Raises ContractError when the record is not a valid row."""
         row = _made(cls, record)
-        if problem := wrong_places(row.supervised, row.think_end, len(row.input_ids)) or row._miscounted():
+        if problem := row.contradiction():
             raise ContractError(f"row {row.row_id}: {problem}")
         return row
+
+    def contradiction(self) -> str | None:
+        """What contradicts itself in the row's spans, positions and counts."""
+        return wrong_places(self.supervised, self.think_end, len(self.input_ids)) or self._miscounted()
 
     def _miscounted(self) -> str | None:
         """What the spans contradict in `usage`."""

@@ -119,16 +119,14 @@ def _misparsed(ids: list[int], reasoning: str | None, content: str | None, targe
 
 
 def check(row: Row, target: Target) -> None:
-    """What a row says of itself must agree with the server's counts and the target's `</think>`. Raises RowError."""
-    ids, spans = row.input_ids, row.supervised
-    taught = sum(end - start for start, end in spans)
-    if [spans[0][0], taught] != [row.usage["prompt_tokens"], row.usage["completion_tokens"]]:
-        raise RowError("token_count_mismatch", f"spans {spans[:3]} of {len(ids)} ids, usage says {row.usage}")
-    if row.finish_reason != "replay" and (len(spans) > 1 or spans[0][1] != len(ids)):
-        raise RowError("token_count_mismatch", f"spans {spans[:3]} do not end with the {len(ids)} ids")
+    """What a row says of itself must agree with its counts and with the target's `</think>`. Raises RowError."""
+    ids = row.input_ids
+    if problem := row.contradiction():
+        raise RowError("token_count_mismatch", problem)
     if row.think_end is not None and ids[row.think_end] != target.think_end:
         raise RowError("bad_reply", f"think_end is at token {ids[row.think_end]}, not at {target.think_end}")
-    if row.think_end is None and row.finish_reason != "replay" and target.think_end in ids[spans[0][0] :]:
+    written = ids[row.usage["prompt_tokens"] :] if row.finish_reason != "replay" else []
+    if row.think_end is None and target.think_end in written:
         raise RowError("bad_reply", "</think> is among the tokens, think_end is null")
 
 
