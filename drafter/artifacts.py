@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from drafter.errors import ConfigError, ContractError
-from drafter.locks import in_use, locked  # noqa: F401 - until every caller imports them from there
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running

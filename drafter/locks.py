@@ -87,7 +87,7 @@ def open_locked(
     A file that was removed between opening and locking protects nothing, so it is opened again.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+        descriptor = _open(path, create, must_write=kind == fcntl.LOCK_EX)
         try:
             if not _flock(descriptor, path, kind, seconds):
                 os.close(descriptor)
@@ -106,7 +106,7 @@ def in_use(folder: Path, patience: float = 0, readers: bool = False) -> bool:
     Changes nothing. Raises ConfigError where the file system has no locks.
     """
     try:
-        descriptor = _open_existing(folder / LOCK)
+        descriptor = _open(folder / LOCK, create=False, must_write=False)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
@@ -207,12 +207,12 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _open_existing(path: Path) -> int:
+def _open(path: Path, create: bool, must_write: bool) -> int:
     """For writing where that is allowed: NFS gives exclusive locks to writers alone."""
     try:
-        return os.open(path, os.O_RDWR)
+        return os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
     except OSError as error:
-        if error.errno not in READ_ONLY:
+        if must_write or error.errno not in READ_ONLY:
             raise
         return os.open(path, os.O_RDONLY)
 

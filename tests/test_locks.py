@@ -98,6 +98,25 @@ def test_a_share_of_a_divided_folder_keeps_readers_out(tmp_path):
         pass
 
 
+def test_another_users_lock_file_is_locked_although_it_cannot_be_written(tmp_path, monkeypatch):
+    """Seam M1: made under umask 022 in a folder that a group shares."""
+    real = os.open
+
+    def refuse(path, flags, *rest):
+        if flags & os.O_RDWR and str(path).endswith(locks.LOCK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, flags, *rest)
+
+    (tmp_path / locks.LOCK).touch()
+    monkeypatch.setattr(os, "open", refuse)
+    with locks.reading(tmp_path), held("reading", tmp_path):
+        assert locks.in_use(tmp_path, readers=True) and not locks.in_use(tmp_path)
+    with held("working", tmp_path), pytest.raises(ConfigError, match="another process is working"):
+        locks.reading(tmp_path).__enter__()
+    with pytest.raises(PermissionError):
+        locks.locked(tmp_path).__enter__()
+
+
 def test_what_does_not_exist_is_read_without_a_trace(tmp_path):
     with locks.reading(tmp_path / "none"):
         assert not (tmp_path / "none").exists()
