@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import artifacts, contracts, states
+from drafter import artifacts, contracts, last_position, states
 from drafter.client import Client
 from drafter.config import Config
 from drafter.errors import ConfigError, ContractError, ResumableError, RowError
+from drafter.last_position import Likeliest
+from drafter.probe import MEAN_NAT, Probe
 from drafter.worklist import Item
 
 REQUEST_SECONDS = 120  # a request's time limit beyond what all in flight may take
@@ -37,14 +39,26 @@ class Asked:
     dtype: states.Dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A row that the server has answered: where its file will be, and what the file must agree with."""
+
+    part: Path
+    ids: list[int]
+    likeliest: Likeliest
+
+
 class Capture:
     """The extract server, as a source of files. An async context manager.
 
     Entering raises ConfigError for an engine that would leave out the last layer of a DeepSeek-V2-family target.
     """
 
-    def __init__(self, config: Config, folder: Path, concurrency: int, outage_minutes: float):
+    def __init__(self, config: Config, folder: Path, concurrency: int, outage_minutes: float, probe: Probe):
         self.config, self.folder = config, folder
+        self._probe = probe
+        self.bar = last_position.bar(MEAN_NAT)  # the loosest, until the first probe has measured the noise
+        self.differences: list[float] = []  # in nat, at the last position of each row that passed
         self._target = artifacts.fingerprint_path(config.target.model)
         self.client = Client(config.servers.extract, concurrency=concurrency, outage_minutes=outage_minutes)
         self.engine: dict[str, str] = {}  # the server's vLLM version and model runner
@@ -101,8 +115,8 @@ class Capture:
             parts[item] = found[item]
         return parts
 
-    async def request(self, batch: list[Item], asked: Asked) -> tuple[dict[Item, tuple[Path, list[int]]], Path]:
-        """Ask for the states of some rows. Returns where they will be, and who writes them. Raises RowError."""
+    async def request(self, batch: list[Item], asked: Asked) -> tuple[dict[Item, Sent], Path]:
+        """Ask for the states of some rows. Returns what was sent, and who writes. Raises RowError."""
         target = self.config.target
         ids = [item.input_ids() for item in batch]
         attempt = secrets.token_hex(4)  # a late file of an earlier attempt is never taken for this one's
@@ -116,6 +130,7 @@ class Capture:
             "prompt": ids,
             "max_tokens": 1,
             "temperature": 0,
+            **last_position.REQUEST,
             "kv_transfer_params": {
                 "files": files,
                 "layer_ids": list(asked.layer_ids),
@@ -133,9 +148,12 @@ class Capture:
         writer = Path(answer["writer"])
         if not writer.exists():
             raise RowError("bad_reply", f"the server shares no file system with this process: {writer}")
-        return dict(zip(batch, zip(parts, ids, strict=True), strict=True)), writer
+        likeliest = last_position.read_reply(reply, len(batch))
+        return dict(zip(batch, map(Sent, parts, ids, likeliest), strict=True)), writer
 
-    async def collect(self, sent: dict, writer: Path, asked: Asked) -> tuple[dict, dict[Item, RowError]]:
+    async def collect(
+        self, sent: dict[Item, Sent], writer: Path, asked: Asked
+    ) -> tuple[dict[Item, Path | RowError], dict[Item, RowError]]:
         """Look until every file is there or given up: what was found, and what is late. Raises ResumableError."""
         loop = asyncio.get_running_loop()
         waiting, found = dict(sent), {}
@@ -157,17 +175,20 @@ class Capture:
         why = f"no file within {waited:.0f} s of the reply" if alive else "the server died before writing it"
         return found, {item: RowError("no_states" if alive else "failed", why) for item in waiting}
 
-    def _look(self, sent: dict[Item, tuple[Path, list[int]]], asked: Asked) -> dict[Item, Path | RowError]:
+    def _look(self, sent: dict[Item, Sent], asked: Asked) -> dict[Item, Path | RowError]:
         """In a thread: the files that are there, compared with their rows, and the reports of those that failed."""
         hidden = self.config.target.architecture.hidden_size
         found: dict[Item, Path | RowError] = {}
-        for item, (part, ids) in sent.items():
+        for item, one in sent.items():
             try:
-                header = states.read_header(part)
-                states.check_header(header, item.row_id, ids, asked.layer_ids, hidden, asked.dtype, self._target)
-                found[item] = part
+                header = states.read_header(one.part)
+                question = asked.layer_ids, hidden, asked.dtype, self._target
+                states.check_header(header, item.row_id, one.ids, *question)
+                final = states.read_last(one.part, header)
+                self.differences.append(last_position.check(self._probe.verifier, final, one.likeliest, self.bar))
+                found[item] = one.part
             except FileNotFoundError:
-                if (report := part.with_suffix(".error")).exists():
+                if (report := one.part.with_suffix(".error")).exists():
                     found[item] = _read_report(report)
             except ContractError as error:
                 found[item] = RowError("bad_states", str(error))

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafter import artifacts, contracts, probe, states
+from drafter import artifacts, contracts, last_position, probe, states
 from drafter.capture import Asked, Capture
 from drafter.config import Config
 from drafter.contracts import IndexEntry
@@ -59,6 +59,7 @@ class Extraction:
         self.probes: list[dict] = []
         self.parity: dict | None = None  # of the compact format
         self.engine: dict[str, str] = {}
+        self.differences: list[float] = []  # at the last positions of rows, in nat
         self.seconds = 0.0  # of sending and collecting, without the first probe
         self.tokens = 0
         self._journal = artifacts.Journal(folder / ".journal" / f"{share}.jsonl", sync_seconds=float("inf"))
@@ -75,10 +76,10 @@ class Extraction:
         settings = self.config.extract
         try:
             async with (
-                Capture(self.config, self.folder, settings.concurrency, settings.outage_minutes) as self._capture,
+                self._open(settings.concurrency, settings.outage_minutes) as self._capture,
                 asyncio.TaskGroup() as self._tasks,
             ):
-                self.engine = self._capture.engine
+                self.engine, self.differences = self._capture.engine, self._capture.differences
                 await self._first_probe()
                 await self._extract()
         except BaseExceptionGroup as group:
@@ -92,12 +93,15 @@ class Extraction:
 
     async def probe_once(self) -> None:
         """The probe alone, on all rows. Raises ContractError when their states are wrong."""
-        async with Capture(self.config, self.folder, concurrency=8, outage_minutes=1) as self._capture:
+        async with self._open(concurrency=8, outage_minutes=1) as self._capture:
             result, _parts = await self.probe_rows(self.todo)
             if not result.passed:
                 raise ContractError(f"the server's hidden states are wrong: {result}")
             if self.config.extract.neighbour_ids:
                 await self._with_neighbours(self.todo)
+
+    def _open(self, concurrency: int, outage_minutes: float) -> Capture:
+        return Capture(self.config, self.folder, concurrency, outage_minutes, self._probe)
 
     def facts(self) -> dict:
         """What the manifest records of this run."""
@@ -109,6 +113,11 @@ class Extraction:
             "retries": dict(self.retries),
             "probes": self.probes,
             "engine": self.engine,
+            "last_positions": {
+                "rows": len(found := self.differences),
+                "mean_nat": sum(found) / max(1, len(found)),
+                "max_nat": max(found, default=0.0),
+            },
         } | ({"parity": self.parity} if self.parity else {})
 
     async def _first_probe(self) -> None:
@@ -117,6 +126,7 @@ class Extraction:
         result, parts = await self.probe_rows(items)
         if not result.passed:
             raise ContractError(f"the server's hidden states are wrong, nothing was published: {result}")
+        self._capture.bar = last_position.bar(result.mean_nat)
         neighbours = await self._with_neighbours(items) if self.config.extract.neighbour_ids else {}
         for item in items:
             self._publish(item, parts[item])

@@ -77,6 +77,11 @@ class Probe:
         self._reference = with_target.submit(load_reference, config.target.model, config.target.trust_remote_code)
         with_target.shutdown(wait=False)
 
+    @property
+    def verifier(self) -> Verifier:
+        """The target's norm and head, once they are read."""
+        return self._verifier.result()
+
     async def check(self, client: Client, rows: list[tuple[list[int], Path]]) -> Result:
         """Compare files with the server's own log-probabilities of their token ids.
 
@@ -106,7 +111,7 @@ class Probe:
             raise ContractError("the extract server sends no prompt_logprobs") from None
 
     def _compare(self, rows: list[tuple[list[int], Path]], replies: list) -> Result:
-        verifier, reference = self._verifier.result(), self._reference.result()
+        verifier, reference = self.verifier, self._reference.result()
         differences, hits, distances = [], [], []
         for (ids, path), reply in zip(rows, replies, strict=True):
             ids = ids[:TOKENS]

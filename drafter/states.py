@@ -226,6 +226,19 @@ def read_states(path: Path) -> States:
     return States(tensors["token_ids"], aux, final, header.metadata)
 
 
+def read_last(path: Path, header: Header) -> Tensor:
+    """The final layer's state at the last position: [H] bf16. Raises ContractError."""
+    name = "final" if "final" in header.spec else "hidden_states"
+    _dtype, shape = header.spec[name]
+    size = 2 * shape[-1]
+    with open(path, "rb", buffering=0) as file:
+        file.seek(header.start + header.offsets[name][1] - size)
+        data = file.read(size)
+    if len(data) < size:
+        raise ContractError(f"{path} shrank while it was read")
+    return torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+
+
 def _read_data(path: Path, header: Header) -> Tensor:
     data = torch.empty(header.size - header.start, dtype=torch.uint8)
     with open(path, "rb", buffering=0) as file:

@@ -101,9 +101,21 @@ class Engine:
     def _compute(self, body: dict, prompts: list[list[int]], fault: str | None) -> dict:
         params, choices, answer = body.get("kv_transfer_params"), [], None
         with self._lock:  # one engine, one step at a time
-            for ids in prompts:
+            for number, ids in enumerate(prompts):
                 logits, hidden = self._forward(ids)
-                choices.append({"token_ids": [0], "text": "", "finish_reason": "length", "prompt_logprobs": None})
+                choices.append(
+                    {
+                        "index": number,
+                        "token_ids": [0],
+                        "text": "",
+                        "finish_reason": "length",
+                        "prompt_logprobs": None,
+                    }
+                )
+                if body.get("logprobs"):
+                    best = logits[-1].log_softmax(-1).topk(body["logprobs"])
+                    table = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                    choices[-1]["logprobs"] = {"top_logprobs": [{f"token_id:{t}": value for t, value in table}]}
                 if body.get("prompt_logprobs"):
                     choices[-1]["prompt_logprobs"] = [None, *map(_entry, logits.log_softmax(-1), ids[1:])]
                 if params and fault != "no file":

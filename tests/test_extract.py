@@ -154,7 +154,7 @@ def test_every_row_gets_the_states_the_target_had(run, engine, capsys, tiny, tmp
     drafter = tiny_models.make_drafter(tiny, tmp_path / "drafter")
     sets = [f"extract.dtype={dtype}", f"train.warm_start={drafter}", "train.draft_vocab_size="]
     code, summary = run.extract(capsys, engine.port, *(word for entry in sets for word in ("--set", entry)))
-    assert code == 0 and summary["status"] == "complete"
+    assert code == 0 and summary["status"] == "complete", summary
     assert (summary["in"], summary["out"], summary["pending"]) == (12, 12, 0)
     run.assert_exactly_the_rows()
     for row in run.rows:
@@ -178,7 +178,7 @@ def test_every_row_gets_the_states_the_target_had(run, engine, capsys, tiny, tmp
         assert losses["fp8"] != losses["bf16"] and losses["fp8"] == pytest.approx(losses["bf16"], rel=0.01)
     together = [body for body in engine.requests if len(body["prompt"]) > 1]
     assert together and all(sum(map(len, body["prompt"])) <= 150 for body in together)  # short rows share requests
-    assert not any(body.get("return_token_ids") or body.get("logprobs") for body in engine.requests)
+    assert not any(body.get("return_token_ids") or body.get("prompt_logprobs") for body in engine.requests)
 
 
 def test_a_finished_stage_says_so_without_a_server(run, engine, capsys):
@@ -212,6 +212,38 @@ def test_wrong_states_are_caught_before_anything_is_published(tmp_path, tiny, ca
         code, summary = run.extract(capsys, engine.port, "--probe")
         assert code == 1 and KINDS[kind] in summary["error"]
         assert run.files() == {}
+
+
+def test_rows_that_one_request_exchanges_are_found_and_asked_for_again(tmp_path, tiny, capsys):
+    """Seam F4: whole, plausible files under each other's names, one request of many, outside the probe's sample."""
+    exchanged = [make_row(f"exchanged-{i:022d}", 40, 90 + i) for i in range(2)]
+    rows = make_rows(1, "right") + exchanged + make_rows(11, "right", first=1)
+    run = Run(tmp_path, tiny, rows)
+    with Engine(tiny, run.folder, captured=(2, 3, 4, 5, 6, 7, 8), connector=CorruptingWriter) as engine:
+        code, summary = run.extract(capsys, engine.port, "--set", "extract.probe_rows=1")
+        assert engine.rig.worker._exchanged
+        assert code == 0 and summary["out"] == 14 and summary["facts"]["retries"] == {"bad_states": 2}
+        checked = summary["facts"]["last_positions"]
+        assert checked["rows"] == 14 and checked["mean_nat"] <= checked["max_nat"] < 0.05
+        for row in exchanged:
+            read = states.read_states(run.folder / contracts.states_path(row.row_id))
+            assert torch.equal(read.final, engine._forward(row.input_ids)[1][:, -1])
+    run.assert_exactly_the_rows()
+
+
+def test_a_reply_without_log_probabilities_is_refused(run, engine, capsys, monkeypatch):
+    """Seam F4: without them a file cannot be told from another row's."""
+    compute = engine._compute
+
+    def without(body, prompts, fault):
+        reply = compute(body, prompts, fault)
+        for choice in reply["choices"]:
+            choice["logprobs"] = None
+        return reply
+
+    monkeypatch.setattr(engine, "_compute", without)
+    code, summary = run.extract(capsys, engine.port)
+    assert code == 2 and "lacks the log-probabilities" in summary["error"] and run.files() == {}
 
 
 def test_states_that_go_wrong_later_are_caught_at_the_shard_s_end_and_withdrawn(tmp_path, tiny, capsys):
