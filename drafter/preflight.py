@@ -26,6 +26,7 @@ from drafter import (
     server,
     sharing,
     systemd,
+    unit_layers,
     verifier,
 )
 from drafter.artifacts import GIB, size
@@ -317,6 +318,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("04_train", "05_export", "06_acceptance"), reference),
     (SERVED, units),
     (("02_hidden_states",), sharing.shared_folder),
+    (("02_hidden_states",), unit_layers.check),
     (SERVED, ports),
     (SERVED, servers),
     (("02_hidden_states",), memory),

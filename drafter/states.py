@@ -41,7 +41,14 @@ class States:
 
     @property
     def layer_ids(self) -> list[int]:
-        return json.loads(self.metadata["layer_ids"])
+        """Raises ContractError."""
+        try:
+            found = json.loads(self.metadata["layer_ids"])
+            if isinstance(found, list) and all(type(layer) is int for layer in found):
+                return found
+        except (KeyError, ValueError, RecursionError):
+            pass
+        raise ContractError("layer_ids in a hidden-state file's metadata must be a list of numbers")
 
 
 def shapes(tokens: int, layers: int, hidden: int, dtype: Dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -148,29 +155,45 @@ def read_header(path: Path) -> Header:
                 raise ValueError("its header is longer than itself")
             if start > len(first):
                 first += os.pread(fd, start - len(first), len(first))
-            tree = json.loads(first[8:start])
-            facts = dict(tree.pop("__metadata__"))
-            spec = {name: (_TYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in tree.items()}
-            offsets = {name: tuple(entry["data_offsets"]) for name, entry in tree.items()}
-            low, high = offsets["token_ids"]
+            facts, spec, offsets = _parse_header(first[8:start])
             end = start + max(high for _low, high in offsets.values())
             if size != end:
-                raise ContractError(f"{path} has {size} bytes, its header says {end}")
-            if any(high - low != _size(*spec[name]) for name, (low, high) in offsets.items()):
-                raise ContractError(f"{path}: shapes and offsets in its header disagree")
-            places = sorted(offsets.values())
-            if [low for low, _high in places] != [0, *(high for _low, high in places[:-1])]:
-                raise ContractError(f"{path}: its tensors overlap or leave a gap")
-            if spec["token_ids"][0] is not torch.int64:
-                raise ValueError("its token ids are no int64")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ContractError(f"{path} is not a hidden-state file: {error!r}") from None
+                raise ValueError(f"it has {size} bytes, its header says {end}")
+        except (ValueError, RecursionError) as error:
+            raise ContractError(f"{path} is not a hidden-state file: {error}") from None
+        low, high = offsets["token_ids"]
         ids = first[start + low : start + high]
         if len(ids) < high - low:
             ids += os.pread(fd, high - low - len(ids), start + low + len(ids))
     finally:
         os.close(fd)
     return Header(facts, spec, first[:start], offsets, np.frombuffer(ids, dtype="<i8"), size)
+
+
+def _parse_header(text: bytes) -> tuple[dict[str, str], dict, dict[str, tuple[int, int]]]:
+    """Metadata, types with shapes, and offsets of a header. Raises ValueError or RecursionError naming the field."""
+    tree = json.loads(text)
+    facts = tree.pop("__metadata__", None) if isinstance(tree, dict) else None
+    if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
+        raise ValueError("__metadata__ must map names to texts")
+    spec, offsets = {}, {}
+    for name, entry in tree.items():
+        entry = entry if isinstance(entry, dict) else {}
+        kind, shape, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise ValueError(f"{name[:40]}.dtype must be one of {', '.join(_TYPES)}")
+        for key, value in (("shape", shape), ("data_offsets", place)):
+            if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
+                raise ValueError(f"{name[:40]}.{key} must be a list of counts")
+        if len(place) != 2 or place[1] - place[0] != _size(_TYPES[kind], tuple(shape)):
+            raise ValueError(f"{name[:40]}: shape and data_offsets disagree")
+        spec[name], offsets[name] = (_TYPES[kind], tuple(shape)), (place[0], place[1])
+    if spec.get("token_ids", (None, ()))[0] is not torch.int64 or len(spec["token_ids"][1]) != 1:
+        raise ValueError("token_ids must be there, in one dimension of I64")
+    places = sorted(offsets.values())
+    if [low for low, _high in places] != [0, *(high for _low, high in places[:-1])]:
+        raise ValueError("its tensors overlap or leave a gap")
+    return facts, spec, offsets
 
 
 def check_header(
@@ -209,6 +232,8 @@ def begin_checksum(header: Header) -> int:
 def check_content(path: Path) -> None:
     """Every byte and value of a published file. Raises ContractError or RowError("bad_states")."""
     header = read_header(path)
+    names = {"fp8": {"aux": 3, "aux_scale": 2, "final": 2}}.get(header.metadata.get("dtype"), {"hidden_states": 3})
+    _need(path, header, names)
     data = _read_data(path, header)
     if f"{zlib.crc32(memoryview(data.numpy()), begin_checksum(header)):08x}" != header.metadata.get("crc32", ""):
         raise ContractError(f"{path}: its bytes no longer give its checksum")
@@ -220,10 +245,21 @@ def read_states(path: Path) -> States:
     header = read_header(path)
     tensors = _views(_read_data(path, header), header)
     if header.metadata.get("dtype") == "fp8":
+        _need(path, header, {"aux": 3, "aux_scale": 2, "final": 2})
         aux, final = expand(tensors["aux"], tensors["aux_scale"]), tensors["final"]
     else:
+        _need(path, header, {"hidden_states": 3})
         aux, final = tensors["hidden_states"][:, :-1], tensors["hidden_states"][:, -1]
     return States(tensors["token_ids"], aux, final, header.metadata)
+
+
+def _need(path: Path, header: Header, dimensions: dict[str, int]) -> None:
+    """Raises ContractError unless the tensors are there, with a state for each token in the first dimension."""
+    tokens = len(header.token_ids)
+    for name, count in dimensions.items():
+        _dtype, shape = header.spec.get(name, (None, ()))
+        if len(shape) != count or shape[0] != tokens or 0 in shape:
+            raise ContractError(f"{path}: {name} must have {count} dimensions, the first of {tokens}; it has {shape}")
 
 
 def read_last(path: Path, header: Header) -> Tensor:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import CPU_CONFIG, free_port
@@ -406,3 +407,31 @@ def test_a_link_that_cannot_be_made_is_found(load, machine, tmp_path):  # noqa: 
     unit = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
     (finding,) = found(load(*unit, f"servers.extract.link={tmp_path / 'taken'}"))
     assert "cannot be made a link" in finding
+
+
+def test_a_unit_that_captures_too_few_layers_is_found_before_it_is_started(monkeypatch, tmp_path):
+    """Seam L16: the docs advised a night with neighbour_ids, which the shipped unit's server refuses."""
+    from drafter import unit_layers
+
+    etc, usr = tmp_path / "etc", tmp_path / "usr"
+    for folder in (etc, usr):
+        folder.mkdir()
+    monkeypatch.setattr(unit_layers, "UNIT_FOLDERS", (etc, usr))
+    kimi = SimpleNamespace(
+        servers=SimpleNamespace(extract=SimpleNamespace(kind="systemd", unit="vllm-kimi-k25-extract")),
+        target=SimpleNamespace(layer_ids=(2, 30, 58, 61), aux_layer_ids=(2, 30, 58)),
+        extract=SimpleNamespace(neighbour_ids=False),
+    )
+    assert list(unit_layers.check(kimi)) == []  # no such file is known of
+    shutil.copy(config.ROOT / "configs/systemd/vllm-kimi-k25-extract.service", etc)
+    assert list(unit_layers.check(kimi)) == []
+    kimi.extract.neighbour_ids = True
+    [finding] = unit_layers.check(kimi)
+    assert "captures layers [2, 30, 58, 61], not [3, 31, 59]" in finding and "[2, 3, 30, 31, 58, 59, 61]" in finding
+    drop_in = etc / "vllm-kimi-k25-extract.service.d/layers.conf"
+    drop_in.parent.mkdir()
+    drop_in.write_text("ExecStart=x '{\"eagle_aux_hidden_state_layer_ids\": [2, 3, 30, 31, \\\n 58, 59, 61]}'\n")
+    assert list(unit_layers.check(kimi)) == []
+    drop_in.unlink()
+    kimi.servers.extract.kind = "command"
+    assert list(unit_layers.check(kimi)) == []
