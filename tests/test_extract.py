@@ -243,7 +243,8 @@ def test_a_reply_without_log_probabilities_is_refused(run, engine, capsys, monke
 
     monkeypatch.setattr(engine, "_compute", without)
     code, summary = run.extract(capsys, engine.port)
-    assert code == 2 and "lacks the log-probabilities" in summary["error"] and run.files() == {}
+    assert code == 2 and "lacks the log-probabilities" in summary["error"]
+    assert not [name for name in run.files() if name.endswith(".safetensors")]
 
 
 def test_states_that_go_wrong_later_are_caught_at_the_shard_s_end_and_withdrawn(tmp_path, tiny, capsys):
