@@ -17,6 +17,7 @@ from functools import partial
 from drafter import client, extract, stage, target_weights, worklist
 from drafter.config import Config
 from drafter.extraction import Extraction
+from drafter.progress import RECORDS, Progress
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,8 +59,8 @@ def body(run: stage.Stage) -> dict:
         stage.say("nothing left to extract: %d rows", len(items))
         return extract.settle(run, items, rejected, share)
     own = sum(item.row_id in share for item in items)
-    record = folder / stage.PROGRESS if own == len(items) else None  # a share's counts are not the stage's
-    progress = stage.Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency, record=record)
+    record = folder / RECORDS if own == len(items) else None  # a share's counts are not the stage's
+    progress = Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency, record=record)
     extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
     try:
         client.run(extraction.run())

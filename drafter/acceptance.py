@@ -30,9 +30,10 @@ from drafter.comparison import NONE, RUN, WARM_START, Unit
 from drafter.config import ROOT, Config, Generate
 from drafter.decoding import Decoded
 from drafter.errors import ConfigError, ContractError, ResumableError, StageError
+from drafter.progress import Progress
 from drafter.prompt_sets import PromptSets
 from drafter.prompts import Request
-from drafter.stage import Progress, Stage, read_manifest, say
+from drafter.stage import Stage, read_manifest, say
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
 REPORT = "acceptance.json"

@@ -12,8 +12,9 @@ from drafter import artifacts, chat, contracts, prompts, replay, rows
 from drafter.client import Client
 from drafter.contracts import Row
 from drafter.errors import ConfigError, ContractError, RowError
+from drafter.progress import RECORDS, Progress
 from drafter.prompts import Request, Requests
-from drafter.stage import PROGRESS, Progress, Stage
+from drafter.stage import Stage
 
 FAILURES = frozenset(
     {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
@@ -66,7 +67,7 @@ class Generation:
         self.rejected = artifacts.Journal(stage.folder / prompts.REJECTED)
         requests, concurrency = len(work.requests), stage.config.generate.concurrency
         self.progress = Progress(
-            requests, "rows", requests - len(work.pending), at_once=concurrency, record=stage.folder / PROGRESS
+            requests, "rows", requests - len(work.pending), at_once=concurrency, record=stage.folder / RECORDS
         )
         self.tokens = 0
         self.started, self._cpu = time.monotonic(), time.process_time()

@@ -13,7 +13,8 @@ from drafter.client import run as run_client
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError, StageError
 from drafter.extraction import Extraction
-from drafter.stage import Progress, Stage, say
+from drafter.progress import Progress
+from drafter.stage import Stage, say
 from drafter.worklist import Item, Rejected, Share
 
 REDO_ROWS = 10  # finished files that are replaced without being asked to

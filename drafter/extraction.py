@@ -23,7 +23,8 @@ from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ContractError, ResumableError, RowError, StageError
 from drafter.launch import captured_layer_ids
-from drafter.stage import Progress, of_the_machine, say
+from drafter.progress import Progress
+from drafter.stage import of_the_machine, say
 from drafter.worklist import Item, Rejected, Share
 
 ATTEMPTS = 3  # of a row whose states were bad or never came, while the server lived

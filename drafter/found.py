@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter import artifacts, checked, config, notes, process, stage
+from drafter import artifacts, checked, config, notes, process, progress, stage
 from drafter.deadline import ended_at
 from drafter.errors import StageError
 
@@ -50,7 +50,7 @@ class Found:
 
     def progressed(self, name: str) -> list[dict]:
         """How far a stage was and when, of all its calls."""
-        return checked.records(self.config.stage_dir(name) / stage.PROGRESS, notes.Progressed)
+        return checked.records(self.config.stage_dir(name) / progress.RECORDS, notes.Progressed)
 
     def log(self, name: str) -> str:
         """A stage's talk, of all its calls by the pipeline."""

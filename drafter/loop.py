@@ -16,7 +16,8 @@ from drafter.dataset import Dataset, make_reader
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
 from drafter.metrics import Metrics, summary, summary_by_region
 from drafter.optimizer import Optimizer, learning_rate
-from drafter.stage import Progress, Stage, say
+from drafter.progress import Progress
+from drafter.stage import Stage, say
 from drafter.verifier import Verifier, read_last_layer, read_verifier
 
 # Facts measured once, before step 1; checkpoints carry them.

@@ -30,7 +30,6 @@ PACKAGES = (
 
 MEND_MANIFEST = "remove it if the config.yaml beside it is today's, else the whole folder"
 
-PROGRESS = "progress.jsonl"  # in the folder of a stage that counts rows
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
@@ -332,74 +331,6 @@ def _failure(stage: Stage | None, name: str, message: str, status: str = "failed
         with contextlib.suppress(OSError, StageError):
             summary = stage._write_manifest(status, message)
     return summary
-
-
-class Progress:
-    """A tqdm bar on a terminal, a plain line every 30 s elsewhere; for programs, every 30 s a line of `record`."""
-
-    def __init__(
-        self,
-        total: int,
-        unit: str,
-        done: int = 0,
-        every: float = 30.0,
-        at_once: int = 0,
-        record: Path | None = None,
-    ):
-        """The clock starts with the first that is done: what came before, an engine that warms up, is no measure.
-
-        Of `at_once` that run side by side the shortest end first: until all have, nothing is known of the end.
-        """
-        self.total, self.unit, self.done, self.every, self.at_once = total, unit, done, every, at_once
-        self._file = record
-        self._began = done
-        self._first: tuple[int, float] | None = None  # done, at what time
-        self._spoke = time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
-
-    def skip(self, count: int = 1) -> None:
-        """So many are done, and no measure of the rate."""
-        self.done += count
-        if self._bar is not None:
-            self._bar.update(count)
-
-    def advance(self, count: int = 1, **facts: Any) -> None:
-        """`facts` are shown as they are: rate of tokens, in flight, failures by reason."""
-        self.done += count
-        self._first = self._first or (self.done, time.monotonic())
-        if self._bar is not None:
-            self._bar.set_postfix(facts, refresh=False)
-            self._bar.update(count)
-        if time.monotonic() - self._spoke >= self.every:
-            self._spoke = time.monotonic()
-            self._record()
-            if self._bar is None:
-                log.info("%s", self.line(**facts))
-
-    def _record(self) -> None:
-        """Add a line to the file of this stage's progress, which work does not depend on."""
-        if self._file:
-            line = json.dumps(
-                {"at": round(time.time(), 1), "done": self.done, "total": self.total, "unit": self.unit}
-            )
-            with contextlib.suppress(OSError), open(self._file, "a") as file:
-                file.write(line + "\n")
-
-    def line(self, **facts: Any) -> str:
-        since, at = self._first or (self.done, time.monotonic())
-        rate = (self.done - since) / max(time.monotonic() - at, 1e-9)
-        known = rate and self.done - self._began > self.at_once
-        eta = f"{(self.total - self.done) / rate / 60:.1f} min" if known else "unknown"
-        extra = "".join(f", {key.replace('_', ' ')} {value}" for key, value in facts.items())
-        return f"{self.done}/{self.total} {self.unit}, {rate:.2f} {self.unit}/s, ETA {eta}{extra}"
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def say(message: str, *args: Any) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter import answering, arguments, artifacts, chat, client, config, generate, prompts, rows, stage
+from drafter import answering, arguments, artifacts, chat, client, config, generate, progress, prompts, rows
 from drafter import deadline as until
 from tests import fakes
 from tests.fakes import FakeServer, Reply, chat_reply, error_body
@@ -748,7 +748,7 @@ def test_a_full_disk_is_resumable(lab, monkeypatch):
 
 
 def test_progress_shows_rate_load_and_failures(lab, monkeypatch, caplog):
-    monkeypatch.setattr(answering, "Progress", functools.partial(stage.Progress, every=0.0))
+    monkeypatch.setattr(answering, "Progress", functools.partial(progress.Progress, every=0.0))
     lab.server.script = lambda call: Reply(error_body("no", 400), 400) if call.question == "q 3 turn 0?" else None
     hold_out(lab)
     lab.add_source(questions(20))

@@ -13,6 +13,7 @@ import pytest
 import drafter
 from drafter import checked, config, notes, stage
 from drafter.errors import ConfigError, ContractError, ResumableError
+from drafter.progress import Progress
 
 KEYS = ("generate.temperature", "target.chat_template_kwargs")
 
@@ -187,7 +188,7 @@ def test_a_signal_ends_with_its_own_exit_code_after_saving(tmp_path, signum, cod
 
 
 def test_no_end_is_known_before_all_that_run_at_once_have_ended():
-    progress = stage.Progress(100, "rows", done=20, at_once=8)
+    progress = Progress(100, "rows", done=20, at_once=8)
     progress.advance(8)
     assert "ETA unknown" in progress.line()
     progress.advance(1)
@@ -195,7 +196,7 @@ def test_no_end_is_known_before_all_that_run_at_once_have_ended():
 
 
 def test_progress_line_shows_rate_and_eta():
-    progress = stage.Progress(10, "rows")
+    progress = Progress(10, "rows")
     progress.advance(5)
     line = progress.line(in_flight=2)
     assert line.startswith("5/10 rows") and "ETA" in line and line.endswith("in flight 2")
@@ -204,7 +205,7 @@ def test_progress_line_shows_rate_and_eta():
 def test_progress_is_recorded_for_programs_and_a_file_that_cannot_be_written_stops_nothing(tmp_path):
     """Seam M5: status and report read it out of the log's sentences."""
     for path in (tmp_path / "progress.jsonl", tmp_path / "no/progress.jsonl"):
-        progress = stage.Progress(10, "rows", done=2, every=0, record=path)
+        progress = Progress(10, "rows", done=2, every=0, record=path)
         progress.advance(5)
         progress.advance()
     (first, last) = checked.records(tmp_path / "progress.jsonl", notes.Progressed)
@@ -237,7 +238,7 @@ def test_the_clock_of_progress_starts_with_the_first_that_is_done(monkeypatch):
     """An engine that warms up for a minute is no measure of the hours after it, nor are rows that were there."""
     now = 0.0
     monkeypatch.setattr(stage.time, "monotonic", lambda: now)
-    progress = stage.Progress(1008, "rows", at_once=2)
+    progress = Progress(1008, "rows", at_once=2)
     now = 60.0
     progress.skip(8)
     progress.advance()
