@@ -5,7 +5,9 @@ nothing; any other record is refused with the field that cannot be read, before 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from drafter.config import Column
@@ -38,6 +40,7 @@ WANTED = (
     "every form is in docs/data_formats.md"
 )
 SHOWN = 60  # characters of a value in a message
+NAMED = 8  # columns in a message
 
 
 class BrokenLine(str):
@@ -50,7 +53,7 @@ class Conversation(NamedTuple):
     messages: list[dict]  # OWN_ANSWER between two user turns of a record without answers
     tools: list | None
     turns: Literal["first", "last", "all"]  # what is asked when the source does not say
-    read_by: str  # the columns that were read
+    read_by: tuple[str, ...]  # the columns that were read
 
 
 def bad(why: str) -> RowError:
@@ -59,7 +62,7 @@ def bad(why: str) -> RowError:
 
 def shown(value: Any) -> str:
     """A value for a message, never longer than SHOWN characters."""
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else reprlib.repr(value)  # bounded in depth and length
     text = text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
     return repr(text) if isinstance(value, str) else text
 
@@ -97,7 +100,7 @@ def read_conversation(
     messages = _read_messages(raw, column, turns == "first" if first_only is None else first_only)
     if OWN_ANSWER in messages:
         turns = "all"
-    return Conversation(messages, _read_tools(record, columns, used), turns, " + ".join(used))
+    return Conversation(messages, _read_tools(record, columns, used), turns, tuple(used))
 
 
 def _question(record: dict, columns: Mapping[Column, str]) -> tuple[Column, str]:
@@ -107,13 +110,14 @@ def _question(record: dict, columns: Mapping[Column, str]) -> tuple[Column, str]
     there = [each for each in candidates if each[1] in record]
     if not there:
         wanted = ", ".join(name for _, name in candidates)
-        raise RowError("no_user_turn", f"has no column {wanted}, but {_names(record)}")
+        raise RowError("no_user_turn", f"has none of the columns {wanted}; it has {names(record)}")
     return next((each for each in there if record[each[1]]), there[0])
 
 
-def _names(record: dict) -> str:
-    names = [shown(str(name))[1:-1] for name in record]
-    return ", ".join(names[:8]) + (" and others" if len(names) > 8 else "") if names else "nothing"
+def names(columns: Iterable) -> str:
+    """Names of columns for a message, the first few."""
+    some = [shown(str(name))[1:-1] for name in islice(columns, NAMED + 1)]
+    return ", ".join(some[:NAMED]) + (" and others" if len(some) > NAMED else "") if some else "nothing"
 
 
 def _all_text(value: Any) -> bool:
@@ -122,24 +126,25 @@ def _all_text(value: Any) -> bool:
 
 def _single(record: dict, columns: Mapping, column: str, text: str, used: list[str]) -> Iterator[dict]:
     """A question in columns of its own, with its answer where there is one."""
-    if column == "instruction" or "input" in columns:
+    if "input" in columns or "prompt" not in columns:
         more = _text_beside(record, columns, "input", used)
         text = f"{text.strip()}\n\n{more}" if more else text
     yield {"role": "user", "content": text}
-    names = [columns["answer"]] if "answer" in columns else USUAL["answer"]
-    answers = [record[name] for name in names if isinstance(record.get(name), str) and record[name].strip()]
+    candidates = [columns["answer"]] if "answer" in columns else USUAL["answer"]
+    answers = [record[name] for name in candidates if isinstance(record.get(name), str) and record[name].strip()]
     if answers:
         yield {"role": "assistant", "content": answers[0]}
 
 
 def _text_beside(record: dict, columns: Mapping, what: Column, used: list[str]) -> str:
     """The text in a column beside the question, blank where there is none."""
-    names = [columns[what]] if what in columns else USUAL[what]
-    name = next((name for name in names if record.get(name)), None)
+    candidates = [columns[what]] if what in columns else USUAL[what]
+    name = next((name for name in candidates if record.get(name)), None)
     if name is None:
         return ""
     if not isinstance(record[name], str):
-        raise bad(f"{name}: {shown(record[name])} is not text")
+        without = "; name the question's column with the source's `columns` to ask without it"
+        raise bad(f"{name}: {shown(record[name])} is not text{without if what == 'input' else ''}")
     used += [name] if record[name].strip() else []
     return record[name].strip()
 

@@ -142,7 +142,9 @@ class _Mix:
         self._read_by.setdefault(source.name, Counter())[conversation.read_by, conversation.turns] += 1
         if source.name not in self._first:
             last = next(m for m in reversed(made[-1].messages) if m["role"] == "user")
-            self._first[source.name] = conversations.shown(last["content"])
+            unread = [name for name in record if name not in conversation.read_by]
+            more = f" (not read: {conversations.names(unread)})" if unread else ""
+            self._first[source.name] = conversations.shown(last["content"]) + more
         return made
 
     def _add(self, request: Request, counts: Counter) -> None:
@@ -247,7 +249,10 @@ class _Mix:
         for source in self.config.prompts:
             ways = self._read_by[source.name].most_common()
             several = len(ways) > 1
-            shown = [f"{by}, turns: {turns}" + f" ({count:,})" * several for (by, turns), count in ways[:READ_SHOWN]]
+            shown = [
+                f"{' + '.join(by)}, turns: {turns}" + f" ({count:,})" * several
+                for (by, turns), count in ways[:READ_SHOWN]
+            ]
             more = f" and {len(ways) - READ_SHOWN} other ways" if len(ways) > READ_SHOWN else ""
             result[source.name] = (
                 f"{sources.describe(source)}, read by {'; '.join(shown)}{more}; the first: {self._first[source.name]}"

@@ -41,6 +41,7 @@ def refused(record: dict, **settings) -> str:
         ({"instruction": "do", "context": "x", "response": "a"}, ["do\n\nx"], "instruction + context"),
         ({"question_id": 81, "turns": ["q"]}, ["q"], "turns"),
         ({"conversation": [{"role": "user", "content": "q"}], "model": "m"}, ["q"], "conversation"),
+        ({"question": "q", "context": "x", "answers": {}}, ["q\n\nx"], "question + context"),
         ({"messages": [{"role": "user", "content": "q"}], "prompt": "not this"}, ["q"], "messages"),
         ({"messages": None, "prompt": "q"}, ["q"], "prompt"),
         ({"messages": [], "conversations": [{"from": "human", "value": "q"}]}, ["q"], "conversations"),
@@ -53,7 +54,7 @@ def refused(record: dict, **settings) -> str:
 def test_common_schemas_are_read_by_themselves(record, sent, read_by):
     """Seam U3: of ten public files three were taken; `{"prompt": ...}` was rejected whole."""
     assert [[text for _, text in request] for request in asked(record)] == [sent]
-    assert read_conversation(record).read_by == read_by
+    assert " + ".join(read_conversation(record).read_by) == read_by
 
 
 def test_the_answer_beside_a_question_is_kept_by_replay():
@@ -77,7 +78,18 @@ def test_a_source_names_its_unusual_columns():
     assert (request.messages, request.tools) == (
         [{"role": "user", "content": "q"}], [{"type": "function", "function": {"name": "f"}}]
     )  # fmt: skip
-    assert refused({"prompt": "q"}, columns={"prompt": "frage"}) == ("no_user_turn: has no column frage, but prompt")
+    assert refused({"prompt": "q"}, columns={"prompt": "frage"}) == (
+        "no_user_turn: has none of the columns frage; it has prompt"
+    )
+
+
+def test_a_question_is_never_asked_without_the_context_beside_it(tmp_path):
+    """Seam B13, U3: a context that is no text is refused, unless the source names the question alone."""
+    record = {"question": "q", "context": {"title": ["x"], "sentences": [["y"]]}}
+    assert refused(record).startswith(
+        "bad_conversation: context: {'sentences': [['y']], 'title': ['x']} is not text; "
+    )
+    assert asked(record, columns={"prompt": "question"}) == [[("user", "q")]]
 
 
 TWO = [("user", "q1"), ("assistant", None), ("user", "q2")]

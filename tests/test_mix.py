@@ -45,7 +45,8 @@ def test_a_source_that_is_rejected_whole_is_an_error(tmp_path):
         materialise(run_config(tmp_path, {"name": "good"}, {"name": "cooking"}), tmp_path / "out")
     assert str(error.value) == (
         f"prompts cooking: no conversation can be used; 40 are rejected, the first: {tmp_path}/cooking.jsonl line 1: "
-        "has no column messages, conversations, conversation, prompt, question, instruction, turns, but recipe; "
+        "has none of the columns messages, conversations, conversation, prompt, question, instruction, turns; it has "
+        "recipe; "
         "correct the source, or name its unusual columns with the source's `columns`; a line can be "
         '{"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."}; every form is in '
         "docs/data_formats.md"
@@ -171,4 +172,4 @@ def test_how_each_source_was_read_is_one_line_with_its_first_question(tmp_path):
     assert read["b"].startswith(
         f"{tmp_path}/b.jsonl (JSON Lines), read by question, turns: first; the first: 'why 0 so"
     )
-    assert len(read["b"]) < len(str(tmp_path)) + 200
+    assert read["b"].endswith("(not read: answer)") and len(read["b"]) < len(str(tmp_path)) + 200

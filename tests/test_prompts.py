@@ -399,8 +399,8 @@ def test_a_conversation_that_cannot_be_used_is_rejected_with_its_place_and_reaso
     materialise(mix(tmp_path, {"name": "a", "path": str(path)}), tmp_path / "out")
     broken = prompts.unusable(prompts.read_rejections(tmp_path / "out"))
     expected = [
-        f"{path} line 4: has no column messages, conversations, conversation, prompt, question, instruction, turns, "
-        "but text",
+        f"{path} line 4: has none of the columns messages, conversations, conversation, prompt, question, "
+        "instruction, turns; it has text",
         f"{path} line 5: messages[0]: unknown role 'usr'",
     ]
     if suffix == "parquet":
