@@ -33,7 +33,7 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import answering, chat, client, config, mix, prompts, rows, stage  # noqa: E402
+from drafter import answering, chat, client, config, mix, prompts, rows, versions  # noqa: E402
 
 REPLY = json.dumps(
     {
@@ -348,7 +348,7 @@ def main() -> None:
         work = client_only(run_config, args.requests) if args.what == "client" else None
         print(json.dumps(client.run(work or bare(run_config, args.requests, seeds=not args.no_seeds))))
         return None
-    print(f"{platform.platform()}, {os.cpu_count()} CPUs, {stage.versions()}", file=sys.stderr)
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, {versions.versions()}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         {"loopback": run_loopback, "memory": run_memory, "server": run_server}[args.what](args, Path(folder))
     return None

