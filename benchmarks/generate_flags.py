@@ -22,12 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import config, server  # noqa: E402
+from drafter import config, interrupts, server  # noqa: E402
 
 VARIANTS = {
-    "eager": {"enforce-eager": True},
+    "eager": {"enforce-eager": True, "compilation-config": None},
     "graphs": {"enforce-eager": False, "compilation-config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-    "compiled": {"enforce-eager": False},
+    "compiled": {"enforce-eager": False, "compilation-config": None},
 }
 ROLE = "generate"
 
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=480)
     args = parser.parse_args()
+    interrupts.listen(*interrupts.wanted())  # a cut call takes its server down
     caches = args.out / "caches"
     shutil.rmtree(caches, ignore_errors=True)
     os.environ |= {"VLLM_CACHE_ROOT": str(caches / "vllm"), "TRITON_CACHE_DIR": str(caches / "triton")}

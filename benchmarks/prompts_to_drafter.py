@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from drafter import config, server  # noqa: E402
+from drafter import config, interrupts, server  # noqa: E402
 
 CLI = [sys.executable, "-c", "from speculators.cli import app; app()"]
 # torch 2.11 cannot compile two kernels that share one list of configurations.
@@ -55,6 +55,7 @@ def settings(args: argparse.Namespace, name: str) -> list[str]:
     gpus = [] if args.gpu is None else [args.gpu]
     for number, role in enumerate(("generate", "extract", "evaluate")):
         values |= {f"servers.{role}.gpus": gpus, f"servers.{role}.url": f"http://127.0.0.1:{args.port + number}"}
+    values["servers.extract.args.max-model-len"] = args.pack + 512
     return [*(f"{key}={value}" for key, value in values.items()), *args.overrides]
 
 
@@ -106,7 +107,7 @@ def speculators(args: argparse.Namespace) -> None:
         if wanted:
             source = folder / "source.jsonl"
             source.write_text("".join(map(conversation, args.prompts.read_text().splitlines()[: args.count])))
-            with serving(args, "generate", {"enforce-eager": False}):
+            with serving(args, "generate", {"compilation-config": None}):
                 sampling = json.dumps({"temperature": 0.7, "top_p": 1})
                 run(
                     [
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--pack", type=int, default=4096)
     args = parser.parse_args()
+    interrupts.listen(*interrupts.wanted())  # a cut call takes its server down
     {"ours": ours, "speculators": speculators}[args.program](args)
 
 
