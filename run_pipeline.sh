@@ -22,7 +22,10 @@ caller=$PWD
 if [[ ${PYTHON:-} == */* && $PYTHON != /* ]]; then PYTHON=$caller/$PYTHON; fi
 cd -P -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 source ./environment.sh
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# An empty entry would stand for the caller's folder.
+others=":${PYTHONPATH:-}:"
+while [[ $others == *::* ]]; do others=${others//::/:}; done
+export PYTHONPATH=$PWD${others%:}
 if [[ -n ${PYTHON:-} ]] &&
   ! "$PYTHON" -c 'import importlib.util, pydantic, yaml; assert importlib.util.find_spec("torch")' >/dev/null 2>&1; then
   echo "run_pipeline.sh: PYTHON=$PYTHON is no interpreter with the packages of requirements.txt" >&2

@@ -150,7 +150,7 @@ class Launch:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
         self.processes: list[subprocess.Popen] = []
         for rank in range(world):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {"TORCHELASTIC_RUN_ID": "benchmark", "RANK": str(rank), "LOCAL_RANK": str(rank)}
             own |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
             self.processes.append(
                 subprocess.Popen(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from drafter import config
+from drafter import config, process, torchrun_env
 
 
 def command(
@@ -86,8 +86,8 @@ def environment(server: config.Server) -> dict[str, str]:
 
     Raises ConfigError for a secret that a written config leaves out and that is not exported.
     """
-    result = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(config.ROOT), os.environ.get("PYTHONPATH")]))
+    ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"} | process.import_path()
+    result = {name: value for name, value in os.environ.items() if name not in torchrun_env.VARIABLES} | ours
     if server.api_key_env and server.api_key_env in os.environ:
         result["VLLM_API_KEY"] = os.environ[server.api_key_env]
     if server.gpus:  # as nvidia-smi numbers them

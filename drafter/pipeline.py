@@ -144,7 +144,7 @@ class Pipeline:
     def plans(self, steps: tuple[Step, ...], *verbs: str) -> list[dict]:
         """What the steps say of themselves, offline; asked side by side, since most of each is imports."""
         lines = [[*self._command(step), *verbs, "--dry-run"] for step in steps]
-        answers = process.run_all(lines, env=os.environ | process.parent_here())
+        answers = process.run_all(lines, env=os.environ | process.import_path() | process.parent_here())
         for step, done in zip(steps, answers, strict=True):
             if done.returncode:
                 message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]

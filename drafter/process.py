@@ -14,6 +14,7 @@ from typing import Any
 from drafter import interrupts
 from drafter.errors import ConfigError, ResumableError
 
+ROOT = Path(__file__).parents[1]
 PARENT = "DRAFTER_PARENT"  # in a child's environment: the process that it must not outlive
 PR_SET_PDEATHSIG = 1
 REMIND_SECONDS = 10
@@ -27,12 +28,14 @@ def identity(pid: int) -> dict[str, Any]:
 
 def lives(record: dict[str, Any]) -> bool:
     """Whether the process of an `identity` is still alive."""
-    known = record.get("birth")
-    return known is not None and record.get("boot") == boot() and known == birth(record.get("pid", 0))
+    if record.get("boot") != boot():
+        return False
+    known, pid = record.get("birth"), record.get("pid", 0)
+    return leads_hidden_session(pid) if known is None else known == birth(pid)
 
 
 def birth(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot. None when it is dead."""
+    """Start time of a live process in clock ticks since boot. None when it is dead, or hidden from this user."""
     fields = _fields(pid)
     return fields[19] if fields else None
 
@@ -60,6 +63,20 @@ def descendants(ancestor: int) -> list[int]:
     return found[1:]
 
 
+def leads_hidden_session(pid: int) -> bool:
+    """Whether a process that /proc hides from this user (mount option hidepid) lives and leads a session of its own.
+
+    For a process that we started: it can be signalled though it cannot be read.
+    """
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/stat").read_text()
+        return False
+    with contextlib.suppress(OSError, OverflowError):
+        os.kill(pid, 0)
+        return pid > 0 and os.getsid(pid) == pid
+    return False
+
+
 def _all() -> list[tuple[int, list[str]]]:
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [(pid, fields) for pid in pids if (fields := _fields(pid))]
@@ -68,15 +85,24 @@ def _all() -> list[tuple[int, list[str]]]:
 def _fields(pid: int) -> list[str] | None:
     """/proc/PID/stat of a live process after the command's name: state, parent, group, session, ...
 
+    None for a dead one, and for another user's where /proc is mounted with hidepid.
+
     The first thread of a killed process is a zombie while the last one still gives back its memory, and holds its
     ports until that is done.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     state, threads = fields[0], int(fields[17])
     return None if state == "Z" and threads <= 1 else fields
+
+
+def import_path() -> dict[str, str]:
+    """Environment in which Python imports this project first, and nothing from the folder that it is started in."""
+    # An empty entry stands for that folder.
+    others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *others]), "PYTHONSAFEPATH": "1"}
 
 
 def parent_here() -> dict[str, str]:
@@ -98,6 +124,11 @@ def send(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
+def _send_group(leader: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signum)
+
+
 def end_session(leader: int, seconds: float) -> list[int]:
     """Ask the leader to stop, then what outlives it; kill what is left after `seconds`. What even that left alive.
 
@@ -105,7 +136,7 @@ def end_session(leader: int, seconds: float) -> list[int]:
     """
     deadline = time.monotonic() + seconds
     asked: dict[bool, float] = {}  # whether the leader lived -> when
-    while living := members(leader):
+    while living := members(leader) or [leader] * leads_hidden_session(leader):
         with contextlib.suppress(ChildProcessError):  # not our child when another process started it
             os.waitpid(leader, os.WNOHANG)
         now, led = time.monotonic(), leader in living
@@ -113,6 +144,7 @@ def end_session(leader: int, seconds: float) -> list[int]:
             break
         if now > deadline:
             send(living, signal.SIGKILL)
+            _send_group(leader, signal.SIGKILL)  # also workers that /proc hides
         elif led not in asked or now >= asked[led] + REMIND_SECONDS:
             send([leader] if led else living, signal.SIGTERM)
             asked[led] = now

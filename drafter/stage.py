@@ -16,7 +16,19 @@ from typing import Any
 
 import yaml
 
-from drafter import artifacts, checked, config, contracts, interrupts, locks, notes, process, run_locks, strict_yaml
+from drafter import (
+    artifacts,
+    checked,
+    config,
+    contracts,
+    interrupts,
+    locks,
+    notes,
+    process,
+    run_locks,
+    strict_yaml,
+    torchrun_env,
+)
 from drafter.arguments import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 from drafter.versions import versions
@@ -322,4 +334,4 @@ def say(message: str, *args: Any) -> None:
 
 def is_main_process() -> bool:
     """True outside torchrun and on its rank 0."""
-    return os.environ.get("RANK", "0") == "0"
+    return torchrun_env.read("RANK", 0) == 0

@@ -145,7 +145,7 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=os.environ | process.parent_here(),
+                env=os.environ | process.import_path() | process.parent_here(),
                 start_new_session=True,
             )
         readers = [

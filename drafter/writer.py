@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drafter import state_bytes
+from drafter import process, state_bytes
 from drafter.errors import RowError
 
 PAGE = 4096
@@ -146,11 +146,10 @@ class Writer:
 
 
 def start(arena: int, pipe: Connection, size: int, threads: int) -> subprocess.Popen:
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     numbers = map(str, (arena, pipe.fileno(), size, threads, os.getpid()))
     return subprocess.Popen(
         [sys.executable, "-m", "drafter.writer", *numbers],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | process.import_path(),
         stdin=subprocess.DEVNULL,
         pass_fds=(arena, pipe.fileno()),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from drafter import config, contracts, data, interrupts, stage, states
+from drafter import config, contracts, data, interrupts, stage, states, torchrun_env
 from drafter import train as train_stage
 from tests import tiny_models
 
@@ -125,6 +125,7 @@ def on_ranks(world: int, work: Callable[[], int]) -> list[int]:
 
     def rank(number: int) -> Callable[[], int]:
         def joined() -> int:
+            os.environ[torchrun_env.MARK] = "test"
             os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
             os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             return work()

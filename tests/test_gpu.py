@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_acceptance import COMMA, PROMPTS, make_run, one_word_drafter, one_word_length, script
 
-from drafter import checkpoint, config
+from drafter import checkpoint, config, torchrun_env
 from tests import captured, tiny_models
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without torch.compile, which takes a minute
@@ -60,7 +60,7 @@ def start_training(path: Path, ranks: int) -> list[subprocess.Popen]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared |= {torchrun_env.MARK: "test", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     line = [sys.executable, str(config.ROOT / "04_train.py"), "--config", str(path)]
     return [
         subprocess.Popen(line, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})

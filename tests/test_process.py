@@ -65,4 +65,4 @@ def test_commands_are_run_to_their_end_by_one_runner_only():
             if module in ("subprocess", "os") and node.attr in running:
                 calls.setdefault(path.stem, set()).add(node.attr)
     assert calls.pop("process") == {"Popen"}
-    assert calls == {"server": {"Popen"}, "supervise": {"Popen"}, "writer": {"Popen"}}
+    assert calls == {"command_server": {"Popen"}, "supervise": {"Popen"}, "writer": {"Popen"}}
