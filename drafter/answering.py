@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import artifacts, chat, contracts, prompts, replay, rows
+from drafter import artifacts, chat, checked, contracts, prompts, replay, rows
 from drafter.client import Client
 from drafter.contracts import Row
 from drafter.errors import ConfigError, ContractError, RowError
@@ -39,7 +39,7 @@ class Work:
         asked = set(self.requests.ids)
         self.done = rows.done_ids(folder) & asked
         self.rejected = Counter[str]()
-        for table in json.loads((mixed / prompts.META).read_text())["sources"].values():
+        for table in checked.load(mixed / prompts.META, prompts.Meta)["sources"].values():
             self.rejected.update(table["rejected"])
         settled = set(self.done)
         for record in prompts.read_rejections(folder):

@@ -304,10 +304,11 @@ class Extraction:
             except OSError as error:  # what it was to vouch for is checked by the next run
                 self._stop = of_the_machine(error) or ResumableError(f"{self.folder}: {error.strerror}; run it again")
                 return
-            free, reserve = artifacts.free_bytes(self.folder), self.config.extract.reserve_gb * 1e9
+            asked = self.config.extract.reserve_gb
+            free, reserve = artifacts.free_bytes(self.folder), asked * 1e9
             if free < reserve and self._stop is None:
                 self._stop = ResumableError(
-                    f"{artifacts.size(free)} free below {self.folder}, extract.reserve_gb keeps "
+                    f"{artifacts.size(free)} free below {self.folder}, extract.reserve_gb {asked:g} keeps "
                     f"{artifacts.size(reserve)}; free some and run the same again"
                 )
 

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, contracts, conversations, prompts, sources
+from drafter import artifacts, checked, contracts, conversations, prompts, sources
 from drafter.config import Config, Source
 from drafter.errors import ConfigError, RowError
 from drafter.prompts import HELD_OUT, META, PROMPTS, Request
@@ -56,12 +56,10 @@ def materialise(config: Config, folder: Path, earlier: Path | None = None) -> di
 
 def current(config: Config, folder: Path) -> dict | None:
     """What `materialise` returned for this very mix, when it lies in `folder`."""
-    try:
-        meta = json.loads((folder / META).read_text())
-        same = meta["key"] == _key(config) and meta["sha256"] == artifacts.sha256_file(folder / PROMPTS)
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+    meta = checked.read(folder / META, prompts.Meta)
+    if not meta or meta["key"] != _key(config) or not (folder / PROMPTS).exists():
         return None
-    return meta if same and meta.keys() >= {"sources", "read", "held_out"} else None
+    return meta if meta["sha256"] == artifacts.sha256_file(folder / PROMPTS) else None
 
 
 def _key(config: Config) -> str:
@@ -78,7 +76,7 @@ def _key(config: Config) -> str:
 
 
 def _held_before(path: Path) -> set[str]:
-    return {r["conv_id"] for r in artifacts.read_jsonl(path, "conv_id")} if path.exists() else set()
+    return {r["conv_id"] for r in artifacts.read_jsonl(path, conv_id=str)} if path.exists() else set()
 
 
 def shares(sizes: dict[str, int], total: int) -> dict[str, int]:

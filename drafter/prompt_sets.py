@@ -108,7 +108,7 @@ def _draw(config: Config, source: Source, count: int) -> list[dict]:
 def _trained(config: Config) -> set[str]:
     """Conversations among the training rows; empty when this run has none on this machine."""
     index = config.stage_dir("02_hidden_states") / "index.jsonl"
-    return {entry["conv_id"] for entry in artifacts.read_jsonl(index, "conv_id")} if index.exists() else set()
+    return {entry["conv_id"] for entry in artifacts.read_jsonl(index, conv_id=str)} if index.exists() else set()
 
 
 def identity(records: list[dict]) -> str:

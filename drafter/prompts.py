@@ -5,14 +5,46 @@ import mmap
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from drafter import artifacts, contracts
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from drafter import artifacts, checked, contracts
 from drafter.config import Source
 from drafter.conversations import OWN_ANSWER, Conversation, bad, read_conversation
+from drafter.errors import ContractError
 
 PROMPTS, HELD_OUT, REJECTED, META = "prompts.jsonl", "held_out.jsonl", "rejected.jsonl", "prompts.json"
 DETAIL = 500  # characters of a rejection's detail
+
+
+@checked.OPEN
+class Rejection(TypedDict):
+    """A line of rejected.jsonl."""
+
+    row_id: Annotated[str, Field(pattern="^([0-9a-f]{2})+$")]
+    source: str
+    reason: str
+    at: str
+
+
+@checked.OPEN
+class Table(TypedDict):
+    """Of one source, in prompts.json."""
+
+    rejected: dict[str, contracts.Count]
+
+
+@checked.OPEN
+class Meta(TypedDict):
+    """prompts.json"""
+
+    key: str
+    sha256: str
+    sources: dict[str, Table]
+    read: dict[str, str]
+    held_out: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +121,7 @@ def read_rejections(folder: Path) -> list[dict]:
     path = folder / REJECTED
     if not path.exists():
         return []
-    return list(artifacts.read_jsonl(path, "row_id", "source", "reason", "at", journal=True))
+    return list(checked.lines(path, Rejection, "without such lines these rows are tried again", journal=True))
 
 
 def unusable(rejections: list[dict]) -> list[dict]:
@@ -137,7 +169,7 @@ def asked_for(folder: Path) -> set[str] | None:
     if not path.exists():
         return None
     with open(path, "rb") as file:
-        return {line[ROW_ID].decode() for line in file}
+        return {line[ROW_ID].decode(errors="replace") for line in file}
 
 
 class Requests:
@@ -153,12 +185,17 @@ class Requests:
         for line in self._file:
             if limit is not None and len(self.ids) >= limit:
                 break
-            if line[PARENT.start - 1] == QUOTE:
-                parent = bytes.fromhex(line[PARENT].decode())
+            try:
+                parent = bytes.fromhex(line[PARENT].decode()) if line[PARENT.start - 1] == QUOTE else None
+                identity = bytes.fromhex(line[ROW_ID].decode())
+            except (ValueError, IndexError):
+                where = f"{path}: line {len(self.ids) + 1} is no request"
+                raise ContractError(f"{where}; remove {META}, and 01b makes both anew") from None
+            if parent is not None:
                 self.children.setdefault(parent, []).append(len(self.ids))
                 self.parents[len(self.ids)] = parent
             self.offsets.append(offset)
-            self.ids.append(bytes.fromhex(line[ROW_ID].decode()))
+            self.ids.append(identity)
             offset += len(line)
         size = self._file.seek(0, 2)
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
@@ -168,7 +205,11 @@ class Requests:
 
     def __getitem__(self, index: int) -> Request:
         start = self.offsets[index]
-        return Request(**json.loads(self._map[start : self._map.find(b"\n", start)]))
+        try:
+            return Request(**json.loads(self._map[start : self._map.find(b"\n", start)]))
+        except (ValueError, TypeError, RecursionError):
+            where = f"{self._file.name}: line {index + 1} is no request"
+            raise ContractError(f"{where}; remove {META}, and 01b makes both anew") from None
 
     def line(self, index: int, place: dict[bytes, int]) -> list[bytes]:
         """Ids of the rows whose answers the history needs, first turn first; `place` maps ids to indices."""

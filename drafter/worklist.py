@@ -346,9 +346,10 @@ def plan(config: Config, todo: list[Item], folder: Path, replaced: int = 0) -> d
     if dtype == "bf16" and sum(bytes_of(config, item, item.tokens, "fp8") for item in todo) <= room:
         ways.append("extract.dtype fp8 in another run.name")
     words = {key: artifacts.size(found[key]) for key in ("bytes", "free", "reserve")}
+    kept = f"extract.reserve_gb {config.extract.reserve_gb:g} keeps {words['reserve']}"
     found["advice"] = (
         f"{len(todo)} rows of {found['tokens']} tokens take {words['bytes']}; {folder} has {words['free']} "
-        f"free and extract.reserve_gb keeps {words['reserve']}. What fits: {'; '.join(ways)}"
+        f"free and {kept}. What fits: {'; '.join(ways)}"
     )
     return found
 

@@ -16,17 +16,23 @@ from drafter import (
     comparison,
     config,
     data,
+    engine,
     export,
+    mix,
     model_folder,
     native,
     prompt_sets,
+    prompts,
+    report,
     scratch,
     stage,
+    status,
     worklist,
 )
 from drafter.decoding import Decoded
 from drafter.errors import LONGEST_MESSAGE, StageError
-from tests import tiny_models
+from drafter.prompts import Requests
+from tests import test_notes, tiny_models
 from tests.captured import row_id
 from tests.test_contracts import row
 
@@ -57,7 +63,11 @@ def damaged(content: bytes, generator: random.Random) -> bytes:
             node[generator.choice(("", "extra", "k" * 5000))] = value
     else:
         node[key] = generator.choice(ODD)
-    return json.dumps(tree).replace(f'"{DEEP}"', "[" * 9000 + "]" * 9000).encode() + b"\n"
+    return compact(tree).decode().replace(f'"{DEEP}"', "[" * 9000 + "]" * 9000).encode()
+
+
+def compact(tree) -> bytes:
+    return json.dumps(tree, separators=(",", ":")).encode() + b"\n"
 
 
 def places(tree):
@@ -111,6 +121,13 @@ DECODED = {
     "counters": {"drafts": 1, "draft_tokens": 3, "accepted": 1, "accepted_per_position": [1, 0, 0]},
 }  # fmt: skip
 ACCEPTANCE = json.loads(json.dumps(comparison.report([UNIT], {UNIT: Decoded.from_record(DECODED)}, 2, 0)))
+REJECTED = {"row_id": row_id(1), "source": "s", "reason": "failed", "detail": "", "at": "reply"}
+REQUEST = {
+    "row_id": row_id(1), "parent": None, "conv_id": "c", "source": "s", "turn": 0, "mode": "regenerate",
+    "messages": [{"role": "user", "content": "Why?"}], "tools": None,
+}  # fmt: skip
+TABLE = {"conversations": 3, "requests": 2, "rejected": {"held_out": 1}}
+META = {"key": "k", "sha256": "s", "sources": {"s": TABLE}, "read": {"s": "so"}, "held_out": {"s": 1}}
 STATE = {"step": 4, "validated": 4, "expected_acceptance": 1.5}
 MANIFEST = {
     "stage": "04_train", "status": "complete", "in": 3, "out": 3, "rejected": {}, "pending": 0, "seconds": 9.5,
@@ -172,6 +189,30 @@ FORMATS = {
     "acceptance": (
         in_folder("06_acceptance/acceptance.json"), ACCEPTANCE, lambda lab, _: card._acceptance(lab.config)
     ),
+    "rejected": (
+        in_folder("01b_synthetic/rejected.jsonl"), REJECTED, lambda lab, path: prompts.read_rejections(path.parent)
+    ),
+    "requests": (
+        in_folder("01b_synthetic/prompts.jsonl"), REQUEST,
+        lambda lab, path: [read[0] for read in [Requests(path)] if len(read)],
+    ),
+}  # fmt: skip
+# Files that their readers do without, or make anew, when they are broken
+OPTIONAL = {
+    "prompts.json": (
+        in_folder("01b_synthetic/prompts.json"), META, lambda lab, path: mix.current(lab.config, path.parent)
+    ),
+    "journal of 02": (
+        in_folder("02_hidden_states/.journal/1of1.jsonl"), entry(),
+        lambda lab, path: worklist.present(path.parents[1], []),
+    ),
+    "engine.json": (
+        in_folder("../engine.json"), {"k": {"eagle3": True, "refused": {}}}, lambda lab, _: engine._kept(lab.config)
+    ),
+    "config.yaml": (
+        in_folder("04_train/config.yaml"), {"run": {"keep": []}, "target": {"model": "m"}},
+        lambda lab, path: stage.read_resolved(path.parent),
+    ),
 }  # fmt: skip
 
 
@@ -182,7 +223,7 @@ def test_a_damaged_file_is_taken_or_refused_in_one_line_that_names_it(name, lab)
     path = place(lab)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_bytes() if path.exists() else None
-    whole = json.dumps(content if content else json.loads(before)).encode() + b"\n"
+    whole = compact(content if content else json.loads(before))
     generator, refused = random.Random(name), 0
     try:
         path.write_bytes(whole)
@@ -202,6 +243,40 @@ def test_a_damaged_file_is_taken_or_refused_in_one_line_that_names_it(name, lab)
         path.write_bytes(before) if before is not None else path.unlink()
         model_folder.read_architecture.cache_clear()
     assert refused > CASES / 4, "the damage is seen"
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_damaged_file_that_can_be_done_without_is_no_traceback(name, lab):
+    """Seam L2, L3."""
+    place, content, read = OPTIONAL[name]
+    path = place(lab)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(name)
+    for _ in range(CASES):
+        path.write_bytes(broken := damaged(compact(content), generator))
+        try:
+            read(lab, path)
+        except StageError as error:
+            assert "\n" not in str(error) and path.name in str(error), broken[:300]
+        except Exception as error:
+            pytest.fail(f"{error!r} from {broken[:500]!r}")
+    path.unlink()
+
+
+@pytest.mark.parametrize("name", sorted(test_notes.FILES))
+def test_the_pages_of_a_run_are_made_whatever_its_files_hold(name, tmp_path, model):
+    """Seam L3, for pipeline.json, plan.json and all that `status` and the report read."""
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
+    files = test_notes.the_files(run)
+    test_notes.pages(run, files)
+    path, generator = run.run_dir / test_notes.FILES[name], random.Random(name)
+    for _ in range(CASES // 5):
+        path.write_bytes(broken := damaged(compact(files[name]), generator))
+        try:
+            status.lines(run)
+            report.write(run)
+        except Exception as error:
+            pytest.fail(f"{error!r} from {broken[:500]!r}")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ def run_config(tmp_path, model):
 
 @pytest.fixture
 def files(run_config):
+    return the_files(run_config)
+
+
+def the_files(run_config):
     """One file of every kind, by name, as it is written when nothing is wrong."""
     run_config.run_dir.mkdir()
     seen = {"status": "interrupted", "started": 1.8e9, "ended": 1.8e9, "seconds": 600.0, "exit_code": 143}
