@@ -218,18 +218,22 @@ def keep_whole_rows(path: Path) -> None:
     """Cut the journal before its first line that is no row: what a crash of the machine leaves may be zeros."""
     if not path.exists():
         return
-    good = 0
+    good = sum(len(line) for line, _ in _whole_rows(path))
+    with open(path, "r+b") as file:
+        file.truncate(good)
+
+
+def _whole_rows(path: Path) -> Iterator[tuple[bytes, Row]]:
+    """The journal's lines and rows, up to its first line that is no row."""
     with open(path, "rb") as file:
         for line in file:
             try:
-                Row.from_record(json.loads(line))
+                row = Row.from_record(json.loads(line))
             except (ValueError, RecursionError, TypeError, AttributeError, ContractError):
-                break
+                return
             if not line.endswith(b"\n"):
-                break
-            good += len(line)
-    with open(path, "r+b") as file:
-        file.truncate(good)
+                return
+            yield line, row
 
 
 def shards(folder: Path) -> list[Path]:
@@ -264,12 +268,14 @@ def answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
 
 
 def done_ids(folder: Path) -> set[bytes]:
-    """Ids of all whole rows on disk. A row begins with its id, so nothing is parsed."""
+    """Ids of all whole rows on disk. A row begins with its id, so no shard is parsed."""
     found = set()
-    for path in row_files(folder):
+    for path in shards(folder):
         with open(path, "rb") as file:
             whole = (OPENING.match(line) for line in file if line.endswith(b"\n"))
             found.update(bytes.fromhex(match[1].decode()) for match in whole if match)
+    if (journal := folder / JOURNAL).exists():
+        found.update(row.identity for _, row in _whole_rows(journal))
     return found
 
 

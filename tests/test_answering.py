@@ -186,6 +186,21 @@ def test_the_dry_run_counts_what_the_next_run_tries_again(lab, capsys):
     assert planned["pending"] == len(lab.records) == 28
 
 
+def test_the_dry_run_counts_no_row_that_the_run_would_cut(lab, capsys):
+    """Seam U4: behind the zeros that a power failure leaves in the journal."""
+    lab.add_source(questions(12))
+    assert lab.run() == 0
+    lines = b"".join(path.read_bytes() for path in rows.shards(lab.stage)).splitlines(keepends=True)
+    for path in rows.shards(lab.stage):
+        path.unlink()
+    (lab.stage / rows.JOURNAL).write_bytes(b"".join(lines[:4]) + b"\0" * 300 + b"\n" + b"".join(lines[4:]))
+    capsys.readouterr()
+    assert lab.run("--dry-run") == 0
+    planned, asked = summary(capsys)["pending"], len(lab.server.chats)
+    assert lab.run() == 0
+    assert planned == len(lab.server.chats) - asked == 6
+
+
 def test_the_dry_run_says_how_each_source_was_read(lab, capsys):
     """Seam U3"""
     lab.add_source([{"question": f"why {i}?"} for i in range(9)])
