@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from drafter import artifacts, config, interrupts, locks, process
+from drafter.config_servers import SECRET_NAME
 from drafter.errors import ConfigError, ResumableError
 from drafter.launch import environment
 
@@ -27,6 +28,7 @@ log = logging.getLogger("drafter")
 
 QUICK_SECONDS = 10  # to stop a server that has nothing to finish: it was never ready, or hangs
 LOCK_SECONDS = 10.0  # starting takes less, stopping may take longer
+LONGEST_LINE = 100  # characters of another process's command line in a message
 ANY_HOST = ("0.0.0.0", "::")
 
 
@@ -198,8 +200,10 @@ def address_fault(run_config: config.Config, role: config.Role) -> str | None:
 def at_address(run_config: config.Config, server: config.Server) -> str | None:
     """The process that serves at an address, or boots to do so, and what ends it; None where none is seen."""
     for path in sorted(run_config.run.dir.glob("*/servers/*.json")):
-        record = artifacts.read_note(path, pid=int, boot=str, home=str, command=list)
-        there = record and record["home"] == artifacts.home(path.parent) and process.lives(record)
+        there = False
+        with contextlib.suppress(OSError):  # of another user's run
+            record = artifacts.read_note(path, pid=int, boot=str, home=str, command=list)
+            there = record and record["home"] == artifacts.home(path.parent) and process.lives(record)
         if there and _serves(record["command"], server.url):
             return (
                 f"process {record['pid']}, the server {path.stem} of the run {path.parent.parent.name}; "
@@ -222,11 +226,17 @@ def _unrecorded(pid: int) -> str:
 
 
 def _words(pid: int) -> str:
-    """A process's command line, shortened for a message."""
+    """A process's command line, shortened for a message and without secrets."""
     with contextlib.suppress(psutil.Error, OSError):
         if words := psutil.Process(pid).cmdline():
+            for place, word in enumerate(words):
+                flag, equals, _ = word.partition("=")
+                if SECRET_NAME.search(flag):
+                    words[place] = f"{flag}{equals}{'...' if equals else ''}"
+                elif place and SECRET_NAME.search(words[place - 1]):
+                    words[place] = "..."
             text = " ".join(shlex.join(words).split())
-            return text if len(text) <= 100 else f"{text[:100]}..."
+            return text if len(text) <= LONGEST_LINE else f"{text[:LONGEST_LINE]}..."
     return "its command line is hidden"
 
 

@@ -258,7 +258,7 @@ def tail(run_config: config.Config, role: config.Role) -> str:
     if server.kind == "systemd":
         return systemd.tail(server)
     if record := command_server.read_record(run_config, role):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return "\n".join(Path(record["log"]).read_text(errors="replace").splitlines()[-systemd.TAIL_LINES :])
     return ""
 

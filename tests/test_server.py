@@ -449,6 +449,55 @@ def test_another_program_that_listens_at_the_address_is_named(role):
             server.up(run_config, "generate")
 
 
+def test_no_secret_is_in_a_record_a_message_or_a_log(role, tmp_path, monkeypatch, caplog, capsys):
+    """Seam M12: the server's key comes by its environment; another program's command line is shown without it."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("TEST_KEY", "geheim-1")
+    monkeypatch.setenv("MY_TOKEN", "geheim-2")
+    run_config = role(api_key_env="TEST_KEY")
+    server.up(run_config, "generate")
+    seen = (run_config.run_dir / "servers/generate.json").read_text() + caplog.text
+    seen += Path(f"/proc/{session(run_config)}/cmdline").read_text()
+    server.down(run_config, "generate")
+    line = [*server.command(run_config, "generate"), "--api-key", "geheim-3", "--hf-token=geheim-4"]
+    other = subprocess.Popen(line, env=launch.environment(run_config.servers.generate), start_new_session=True)
+    try:
+        monkeypatch.setattr(command_server, "LONGEST_LINE", 10_000)
+        while not (fault := command_server.address_fault(run_config, "generate")):
+            time.sleep(0.01)
+        assert f"process {other.pid} (" in fault and "--api-key ... --hf-token=...)" in fault
+    finally:
+        other.kill()
+        other.wait()
+    assert "geheim" not in seen + fault + "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("made", ["servers", "servers/.lock/x", "servers/generate.log/x", "servers/generate.json/x"])
+@pytest.mark.parametrize("verb", ["up", "status", "down"])
+def test_what_is_in_the_place_of_a_servers_files_is_one_line(role, capsys, made, verb):
+    """Seam B19: left by an older installation, or by another user; one clear line and no traceback."""
+    run_config = role()
+    place = run_config.run_dir / made
+    place.parent.mkdir(parents=True)
+    place.touch()
+    call = [verb, "generate", "--config", str(CPU_CONFIG)]
+    for override in run_config.origin.overrides:
+        call += ["--set", override]
+    code = server.main(call)
+    said = capsys.readouterr().err.strip().splitlines()
+    if code not in (0, 3):
+        assert code == 2 and len(said) == 1 and str(run_config.run_dir / "servers") in said[0]
+    assert verb != "up" or code == 2 or made == "servers/.lock/x"
+    shutil.rmtree(run_config.run_dir)
+
+
+def test_records_that_this_user_may_not_read_stop_nothing(role, tmp_path):
+    """Seam B19: those of another user's run beside ours."""
+    run_config = role()
+    (tmp_path / "other/servers/generate.json").mkdir(parents=True)
+    assert command_server.address_fault(run_config, "generate") is None
+
+
 HOLD = """
 import sys, time
 from drafter import config, server
