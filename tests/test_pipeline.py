@@ -419,7 +419,7 @@ def test_a_signal_at_any_other_point_leaves_no_process(night, point):
     elif point == "a server's boot":
         night.server_fakes["generate"], mark = "slow stubborn", night.run_dir / "servers/generate.json"
     else:
-        night.scripted("generate", "dies=2", f"slow mark={mark}")
+        night.scripted("generate", "dies_after=2", f"slow mark={mark}")
         stages = {"_01b_synthetic": "server"}
     running = night.start(*(["--dry-run"] if point == "a dry run" else []), **stages)
     wait_for(mark)
@@ -545,7 +545,7 @@ def test_a_log_says_where_each_call_begins_on_a_line_of_its_own(tmp_path):
 
 
 def test_a_server_that_always_dies_is_given_up(night):
-    night.server_fakes["generate"] = "dies=2"
+    night.scripted("generate", "dies_after=2", "dies_after=1")  # the start asks once, the stage once more
     night.overrides.append("servers.generate.restarts=1")
     code, _, err = night.run(_01b_synthetic="forever")
     assert code == 3 and "server generate died, after 1 restarts" in err
@@ -564,7 +564,7 @@ def test_a_server_that_hangs_behind_a_healthy_api_is_restarted_while_the_stage_w
 
 def test_a_server_that_dies_is_restarted_again_if_that_fails_and_the_stage_goes_on(night):
     """R01"""
-    night.scripted("extract", "dies=3", "boot_failure", "well")
+    night.scripted("extract", "dies_after=2", "boot_failure", "well")
     code, _, err = night.run("--only", "02", _02_hidden_states="server")
     assert code == 0, err
     assert "server extract died: restart 1 of at most 3" in err
@@ -573,7 +573,7 @@ def test_a_server_that_dies_is_restarted_again_if_that_fails_and_the_stage_goes_
 
 def test_a_stage_that_ends_while_its_server_is_restarted_is_noticed_at_once(night):
     """R02"""
-    night.scripted("extract", "dies=3", "slow")
+    night.scripted("extract", "dies_after=2", "slow")
     night.overrides.append("servers.extract.start_minutes=5")
     code, _, err = night.run("--only", "02", _02_hidden_states="lost")
     assert code == 1 and "the states are wrong" in err and "nobody waits for it any more" in err
