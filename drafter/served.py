@@ -1,13 +1,17 @@
 """What the smoke test measured when vLLM served an untrained warm start: `smoke.json` in `run.dir`."""
 
+import contextlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from drafter import artifacts, contracts, native
+from drafter import artifacts, checked, contracts, native
 from drafter.config import Cell, Config
 from drafter.decoding import Decoded
+from drafter.errors import ContractError
 from drafter.versions import versions
 
 NAME = "smoke.json"
@@ -22,6 +26,16 @@ class Smoke:
 
     length: float
     tallies: np.ndarray
+
+
+@checked.OPEN
+class Entry(TypedDict):
+    """One warm start in smoke.json."""
+
+    length: float
+    drafter: str
+    target: str
+    tallies: list[Annotated[list[contracts.Count], Field(min_length=1 + DRAFT_TOKENS, max_length=1 + DRAFT_TOKENS)]]
 
 
 def read(config: Config) -> dict[str, Any]:
@@ -45,10 +59,12 @@ def record(config: Config, decoded: Decoded, length: float) -> None:
 def find(config: Config) -> Smoke | None:
     """The last record of this warm start on this target, whatever the engine's arguments; None without one."""
     drafter, target = _models(config)
-    for entry in reversed(read(config).values()):  # an earlier version recorded the length alone
-        if isinstance(entry, dict) and (entry.get("drafter"), entry.get("target")) == (drafter, target):
-            tallies = np.array(entry.get("tallies"), dtype=np.float64).reshape(-1, 1 + DRAFT_TOKENS)
-            return Smoke(entry["length"], tallies[tallies[:, 0] > 0])
+    for found in reversed(read(config).values()):
+        with contextlib.suppress(ContractError):  # an earlier version recorded the length alone
+            entry = checked.check(Entry, found)
+            if (entry["drafter"], entry["target"]) == (drafter, target):
+                tallies = np.array(entry["tallies"], dtype=np.float64).reshape(-1, 1 + DRAFT_TOKENS)
+                return Smoke(entry["length"], tallies[tallies[:, 0] > 0])
     return None
 
 

@@ -25,6 +25,7 @@ from drafter import (
     prompts,
     report,
     scratch,
+    served,
     stage,
     status,
     worklist,
@@ -128,6 +129,7 @@ REQUEST = {
 }  # fmt: skip
 TABLE = {"conversations": 3, "requests": 2, "rejected": {"held_out": 1}}
 META = {"key": "k", "sha256": "s", "sources": {"s": TABLE}, "read": {"s": "so"}, "held_out": {"s": 1}}
+SMOKE = {"length": 1.5, "tallies": [[3] + [1] * served.DRAFT_TOKENS]}
 STATE = {"step": 4, "validated": 4, "expected_acceptance": 1.5}
 MANIFEST = {
     "stage": "04_train", "status": "complete", "in": 3, "out": 3, "rejected": {}, "pending": 0, "seconds": 9.5,
@@ -209,6 +211,11 @@ OPTIONAL = {
     "engine.json": (
         in_folder("../engine.json"), {"k": {"eagle3": True, "refused": {}}}, lambda lab, _: engine._kept(lab.config)
     ),
+    "smoke.json": (
+        in_folder("../smoke.json"),
+        lambda lab: {"k": dict(zip(("drafter", "target"), served._models(lab.config), strict=True)) | SMOKE},
+        lambda lab, _: served.find(lab.config),
+    ),
     "config.yaml": (
         in_folder("04_train/config.yaml"), {"run": {"keep": []}, "target": {"model": "m"}},
         lambda lab, path: stage.read_resolved(path.parent),
@@ -251,6 +258,7 @@ def test_a_damaged_file_that_can_be_done_without_is_no_traceback(name, lab):
     place, content, read = OPTIONAL[name]
     path = place(lab)
     path.parent.mkdir(parents=True, exist_ok=True)
+    content = content(lab) if callable(content) else content
     generator = random.Random(name)
     for _ in range(CASES):
         path.write_bytes(broken := damaged(compact(content), generator))
