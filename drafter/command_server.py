@@ -210,8 +210,9 @@ def at_address(run_config: config.Config, server: config.Server) -> str | None:
                 f"`down {path.stem}` with that run's config ends it"
             )
     for each in psutil.process_iter(["pid", "cmdline"]):
-        if each.info["pid"] != os.getpid() and _serves(each.info["cmdline"] or [], server.url):
-            return _unrecorded(each.info["pid"])
+        pid = each.info["pid"]
+        if pid != os.getpid() and _serves(each.info["cmdline"] or [], server.url) and _in_our_network(pid):
+            return _unrecorded(pid)
     port = urlsplit(server.url).port or 80
     with contextlib.suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
@@ -219,6 +220,13 @@ def at_address(run_config: config.Config, server: config.Server) -> str | None:
             if listens and found.laddr.ip in (*ANY_HOST, *_numbers(urlsplit(server.url).hostname)):
                 return _unrecorded(found.pid)
     return None
+
+
+def _in_our_network(pid: int) -> bool:
+    """Whether a process has this one's ports: one in a container has its own. False where that cannot be read."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
+    return False
 
 
 def _unrecorded(pid: int) -> str:

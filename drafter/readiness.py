@@ -128,9 +128,9 @@ def _request(server: config.Server, path: str, body: dict | None, seconds: float
             data = None if body is None else json.dumps(body).encode()
             connection.request("GET" if body is None else "POST", address.path.rstrip("/") + path, data, headers)
             with connection.getresponse() as reply:
+                if reply.status != 200:  # its body may be anything
+                    raise _Refused(f"{path} answers {reply.status}")
                 text = reply.read(LONGEST)
-    if reply.status != 200:
-        raise _Refused(f"{path} answers {reply.status}")
     return json.loads(text) if text else None
 
 

@@ -1,6 +1,7 @@
 """Servers: really ready or not at all, bounded waits, nothing left behind. A scripted vLLM, systemctl and nvidia-smi
 stand on PATH; the real vLLM is served by the tests of the stages."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,9 +18,11 @@ from pathlib import Path
 
 import pytest
 from conftest import CPU_CONFIG, free_port
+from test_client import BROKEN_REPLIES, hostile  # noqa: F401 - the latter is a fixture
 
 from drafter import (
     artifacts,
+    client,
     command_server,
     config,
     launch,
@@ -33,6 +36,7 @@ from drafter import (
 )
 from drafter.errors import ConfigError, ResumableError
 from drafter.readiness import Cause
+from tests.fakes import FakeServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -439,6 +443,60 @@ def test_a_server_that_boots_and_no_run_has_recorded_is_named_with_what_ends_it(
         orphan.kill()
         orphan.wait()
     assert not list(preflight.ports(run_config))
+
+
+def test_a_server_listens_and_is_asked_at_the_ipv6_loopback(role):
+    """Seam B18: port check, --host, readiness and client."""
+    run_config = role(url=f"http://[::1]:{free_port()}")
+    line = server.command(run_config, "generate")
+    assert line[line.index("--host") + 1] == "::1"
+    assert not list(preflight.ports(run_config))
+    server.up(run_config, "generate")
+
+    async def listed() -> dict:
+        async with client.Client(run_config.servers.generate, concurrency=1, outage_minutes=0.1) as one:
+            return await one.get("/v1/models", 5)
+
+    assert asyncio.run(listed())["data"][0]["id"] == "smollm2"
+    assert f"process {session(run_config)}, " in command_server.address_fault(run_config, "generate")
+
+
+def test_no_environment_stands_before_the_health_check(role, hostile):  # noqa: F811
+    """Seam B01"""
+    run_config = role()
+    server.up(run_config, "generate")
+    assert server.missing(run_config, "generate") is None
+
+
+def test_a_server_in_a_container_has_ports_of_its_own(role, tmp_path):
+    """Seam K1: the command line of one that boots there is no reason to refuse the address here."""
+    if os.getuid() or not shutil.which("unshare"):
+        pytest.skip("needs root and unshare")
+    mark = tmp_path / "mark"
+    run_config = role(f"mark={mark} slow")
+    line = ["unshare", "-n", *server.command(run_config, "generate")]
+    other = subprocess.Popen(line, env=launch.environment(run_config.servers.generate), start_new_session=True)
+    try:
+        while not mark.exists():
+            assert other.poll() is None
+            time.sleep(0.01)
+        assert command_server.address_fault(run_config, "generate") is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize("kind", BROKEN_REPLIES)
+def test_a_malformed_reply_is_a_reason_and_never_an_error_of_the_health_check(role, kind):
+    """Seam H5"""
+
+    class Broken(FakeServer):
+        def _reply(self, call):
+            return BROKEN_REPLIES[kind]
+
+    with Broken() as listener:
+        found = server.missing(role(kind="external", url=listener.url), "generate")
+    assert found.cause in (Cause.ERROR, Cause.NO_ANSWER)
 
 
 def test_another_program_that_listens_at_the_address_is_named(role):
