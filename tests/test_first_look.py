@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter import config, export, first_look, scratch, served, states
+from drafter import config, contracts, data, export, first_look, scratch, served, states
 from drafter.decoding import Counters, Decoded, Reply
 from drafter.errors import ConfigError
 from drafter.verifier import read_verifier
@@ -192,3 +192,25 @@ def test_an_earlier_smoke_without_tallies_is_no_evidence(target, drafter, tmp_pa
     (run.run.dir / served.NAME).write_text(json.dumps({served.key(run): 3.9}))
     assert served.find(run) is None
     assert captured.train(path)[0] == 0
+
+
+def test_every_rank_ends_when_the_warm_start_is_refused(target, drafter, tmp_path):
+    """Seam M8, F2: rank 0 looks for all."""
+    path = write_run(tmp_path, target, drafter, telling=0)
+    assert captured.train_on_ranks(2, path, "train.tokens_per_step=128") == [2, 2]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 0, 2)])
+def test_layers_are_reordered_alike_in_both_forms_of_the_states(tmp_path, order):
+    packs = []
+    for dtype in ("bf16", "fp8"):
+        entry = captured.write_row(tmp_path / dtype, 0, 20, [[4, 20]], dtype=dtype)
+        rows = data.examples([entry], 64, 3, contracts.Counts(total=1))
+        reader = data.Reader(tmp_path / dtype, *captured.FORM, 3, think_end=None, pin=False)
+        packs.append(reader.read(rows))
+    plain, compact = (first_look._reordered(pack, order) for pack in packs)
+    wanted = packs[0].states[:, list(order)].flatten(1).float()
+    assert torch.equal(plain.drafter_input(torch.float32), wanted)
+    torch.testing.assert_close(compact.drafter_input(torch.float32), wanted, rtol=0.07, atol=0.05)
+    for pack, before in ((plain, packs[0]), (compact, packs[1])):
+        assert torch.equal(pack.teacher_states(torch.float32), before.teacher_states(torch.float32))
