@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+LARGEST = 10**6  # values of a config
 INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 MERGE, TIMESTAMP = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"
 NUMBERS = (
@@ -74,7 +75,22 @@ for _class in (_Loader, _Dumper):
 
 def load(text: str) -> Any:
     """Raises yaml.YAMLError, ValueError or RecursionError for what is no YAML."""
-    return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    if _size(value, {}) > LARGEST:
+        raise ValueError(f"with its aliases written out it has more than {LARGEST:,} values")
+    return value
+
+
+def _size(value: Any, known: dict[int, int]) -> int:
+    """Values in a tree with every alias written out; more than LARGEST of one that holds itself."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = LARGEST + 1
+        known[id(value)] = 1 + sum(
+            _size(each, known) for each in (value.values() if isinstance(value, dict) else value)
+        )
+    return known[id(value)]
 
 
 def dump(value: Any) -> str:

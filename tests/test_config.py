@@ -274,6 +274,22 @@ def test_default_config_states_every_sampling_field():
     assert all(tree[name] is not None for name in ("temperature", "top_p", "top_k", "min_p", *penalties))
 
 
+@pytest.mark.parametrize(
+    "aliases",
+    [
+        "a: &a [*a]",
+        "a0: &a0 [x]\n" + "\n".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9)),
+    ],
+)
+def test_a_config_that_its_aliases_make_endless_is_refused(tmp_path, aliases):
+    last = aliases.rpartition("\n")[2].partition(":")[0]
+    path = tmp_path / "many.yaml"
+    kwargs = f"target:\n  chat_template_kwargs: {{many: *{last}}}\n"
+    path.write_text(aliases + "\n" + DEFAULT.read_text().replace("target:\n", kwargs, 1))
+    with pytest.raises(ConfigError, match="more than 1,000,000 values"):
+        config.load(path)
+
+
 # Secrets
 
 
