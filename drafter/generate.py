@@ -118,7 +118,7 @@ def plan(stage: Stage) -> dict:
         except ConfigError as error:
             findings.append(str(error))
             result["refused"], meta = str(error), None
-        except ResumableError as error:  # only the hub has it, which offline nobody can ask
+        except ResumableError as error:  # only the hub has it, and a dry run is offline
             result["notes"], meta = [str(error)], None
         if meta:
             result |= {"sources": meta["sources"], "read": read_lines(meta), "broken": broken_lines(mixed)}
@@ -137,7 +137,7 @@ def read_lines(meta: dict) -> list[str]:
 
 
 def broken_lines(mixed: Path) -> list[str]:
-    """The first few conversations that cannot be used: whose, where and why, so that a person can mend them."""
+    """The first few conversations that cannot be used, with source, place and reason."""
     broken = prompts.unusable(prompts.read_rejections(mixed))
     lines = [f"prompts {record['source']}: rejected: {record['detail']}" for record in broken[:BROKEN_NAMED]]
     more = len(broken) - BROKEN_NAMED

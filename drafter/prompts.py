@@ -125,7 +125,7 @@ def read_rejections(folder: Path) -> list[dict]:
 
 
 def unusable(rejections: list[dict]) -> list[dict]:
-    """Those of conversations that cannot be used as they are: a person can mend them."""
+    """Those of conversations that cannot be used as they are, which the user can correct."""
     return [r for r in rejections if r["at"] == "prompts" and r["reason"] in ("bad_conversation", "no_user_turn")]
 
 
