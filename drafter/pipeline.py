@@ -65,10 +65,9 @@ class Pipeline:
     def run(self) -> int:
         """The recipe. Returns the exit code of the first stage that failed."""
         with contextlib.ExitStack() as held:
-            held.enter_context(
-                self.machine.claimed()
-            )  # before any check: what another run does changes their answers
-            # A run that cannot begin leaves nothing, so its folder is locked only afterwards.
+            # First of all, since another run on these units would change what the checks find.
+            held.enter_context(self.machine.claimed())
+            # A run that cannot begin leaves nothing, so its folder is locked only after the checks.
             first = None if state_path(self.config).exists() else self._checked()
             held.enter_context(run_locks.pipeline(self.config))
             held.enter_context(self._machine_given_back())
