@@ -21,7 +21,7 @@ log = logging.getLogger("drafter")
 # What a later stage no longer needs, and the stage whose completion makes it so.
 FREED_BY = {"02_hidden_states": "05_export", "04_train": "05_export"}
 FREED_LOG = "freed.jsonl"
-BESIDE_RUNS = (FREED_LOG, "smoke.json")  # ours in `run.dir`
+BESIDE_RUNS = (FREED_LOG, "smoke.json", "engine.json", "target_fingerprints.json")  # what runs share in `run.dir`
 IN_RUNS = (*config.STAGES, "pipeline.json", locks.LOCK)  # one of them makes a folder a run
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, disk, locks
+from drafter import artifacts, config, disk, engine, locks, served, target_weights
 from drafter.errors import ConfigError
 from tests.holding import held
 
@@ -228,6 +228,11 @@ def test_what_no_run_made_is_named_and_left_alone(runs, capsys, tmp_path_factory
     assert f"a link, left alone: {runs}/exported/{STATES} -> {elsewhere}\n" in said
     assert "freed.jsonl" not in said
     assert (runs / "my backup/weights").exists() and (elsewhere / "data").exists()
+
+
+def test_the_files_that_runs_share_are_ours():
+    """Seam I: each module that keeps a file in run.dir."""
+    assert {served.NAME, engine.KEPT, target_weights.CACHE, "freed.jsonl"} == set(disk.BESIDE_RUNS)
 
 
 def test_a_small_folder_has_a_size(runs, capsys):
