@@ -9,7 +9,7 @@ import json
 from array import array
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drafter import artifacts, checked, contracts, conversations, prompts, sources
 from drafter.config import Config, Source
@@ -38,7 +38,7 @@ def materialise(config: Config, folder: Path, earlier: Path | None = None) -> di
     try:
         mix.read()
         with artifacts.publish(folder / PROMPTS) as part:
-            held_out = mix.write(part, folder / HELD_OUT, _held_before(earlier / HELD_OUT))
+            held_out = mix.write(part, folder / HELD_OUT, _held_before(config, earlier))
     finally:
         mix.close()
     replies = [r for r in prompts.read_rejections(earlier) if r["at"] == "reply"]
@@ -75,8 +75,23 @@ def _key(config: Config) -> str:
     return contracts.content_id(question)
 
 
-def _held_before(path: Path) -> set[str]:
-    return {r["conv_id"] for r in artifacts.read_jsonl(path, conv_id=str)} if path.exists() else set()
+class _HeldBefore(NamedTuple):
+    """Conversations that an earlier mix held out. `settled`: they stay so, whatever the sources' shares."""
+
+    ids: frozenset[str]
+    settled: bool
+
+
+def _held_before(config: Config, folder: Path) -> _HeldBefore:
+    """A run of a version without shares keeps its held-out conversations: a drafter may be trained on the others.
+
+    Unless its sources were others, or one of them gave no request.
+    """
+    path, meta = folder / HELD_OUT, artifacts.read_note(folder / META, sources=dict)
+    ids = {r["conv_id"] for r in artifacts.read_jsonl(path, conv_id=str)} if path.exists() else ()
+    requests = {name: counts.get("requests") for name, counts in meta.get("sources", {}).items()}
+    same = len(ids) == config.acceptance.held_out and requests.keys() == {source.name for source in config.prompts}
+    return _HeldBefore(frozenset(ids), "held_out" not in meta and same and all(requests.values()))
 
 
 def shares(sizes: dict[str, int], total: int) -> dict[str, int]:
@@ -162,7 +177,7 @@ class _Mix:
     def _reject(self, row_id: str, source: str, reason: str, detail: str = "") -> None:
         self.rejections.append(prompts.rejection(row_id, source, reason, detail, at="prompts"))
 
-    def write(self, part: Path, held_out_path: Path, before: set[str]) -> dict[str, int]:
+    def write(self, part: Path, held_out_path: Path, before: _HeldBefore) -> dict[str, int]:
         """The requests in their final order to `part`, the held-out conversations to `held_out_path`.
 
         Returns the number of held-out conversations by source.
@@ -200,7 +215,7 @@ class _Mix:
         broken = prompts.unusable(self.rejections)
         return f"; {len(broken)} are rejected, the first: {broken[0]['detail']}" if broken else ""
 
-    def _held_out(self, before: set[str]) -> dict[str, dict | None]:
+    def _held_out(self, before: _HeldBefore) -> dict[str, dict | None]:
         """Ids of the conversations to hold out, with their record when it is known already.
 
         Every source gives its share, those held out before first.
@@ -208,6 +223,8 @@ class _Mix:
         acceptance, seed = self.config.acceptance, self.config.run.seed
         if acceptance.prompts:
             return self._measured_on()
+        if before.settled and {bytes.fromhex(conv_id) for conv_id in before.ids} <= self._owners.keys():
+            return dict.fromkeys(before.ids)
         by_source: dict[str, list[str]] = {}
         for conv_id, source in self._owners.items():
             by_source.setdefault(source, []).append(conv_id.hex())
@@ -216,7 +233,7 @@ class _Mix:
             chosen = heapq.nsmallest(
                 count,
                 by_source[source],
-                key=lambda c: (c not in before, sources.shuffle_key(seed, f"held out {c}")),
+                key=lambda c: (c not in before.ids, sources.shuffle_key(seed, f"held out {c}")),
             )
             held |= dict.fromkeys(chosen)
         return held

@@ -112,6 +112,26 @@ def test_held_out_conversations_of_a_first_try_make_room_for_other_sources(tmp_p
     assert held_by_source(out)["a"] < first
 
 
+def test_a_run_of_a_version_without_shares_keeps_its_held_out_conversations(tmp_path):
+    """Seam U5: a finished run asked for two more rows, and 04 refused to go on with what it had trained."""
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.jsonl", good(30, name))
+    out, both = tmp_path / "out", run_config(tmp_path, {"name": "a"}, {"name": "b"}, held_out=4)
+    materialise(run_config(tmp_path, {"name": "a"}, held_out=4), out)  # all four of one source
+    before = (out / prompts.HELD_OUT).read_bytes()
+
+    def held_by_version_without_shares(requests_of_b: int) -> None:
+        (out / prompts.HELD_OUT).write_bytes(before)
+        sources = {"a": {"requests": 26, "rejected": {}}, "b": {"requests": requests_of_b, "rejected": {}}}
+        artifacts.write_json(out / prompts.META, {"key": "0" * 32, "sha256": "", "sources": sources})
+
+    held_by_version_without_shares(30)
+    assert materialise(both, out)["held_out"] == {"a": 4}
+    assert (out / prompts.HELD_OUT).read_bytes() == before
+    held_by_version_without_shares(0)  # a source that it could not read
+    assert materialise(both, out)["held_out"] == {"a": 2, "b": 2}
+
+
 def test_a_question_in_two_sources_counts_for_one_whatever_their_order(tmp_path):
     """Seam U5"""
     write(tmp_path / "a.jsonl", good(20))
