@@ -25,6 +25,7 @@ CLAIMS = Path("/tmp")  # one for all users, whatever their TMPDIR
 LOCK = ".lock"
 SHARES = ".shares"  # a folder that several processes divide among them has a lock for each share in here
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -45,8 +46,12 @@ def locked(folder: Path, who: str = "", reads: Iterable[Path] = (), seconds: flo
     try:
         record = {"who": who, "reads": [str(each.resolve()) for each in reads], "host": socket.gethostname()}
         record |= process.identity(os.getpid())
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(record).encode(), 0)
+        try:
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(record).encode(), 0)
+        except OSError as error:  # a full disk must not keep `clean` from freeing it
+            if error.errno not in DISK_FULL:
+                raise
         yield
     finally:
         os.close(descriptor)

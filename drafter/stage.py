@@ -37,7 +37,7 @@ log = logging.getLogger("drafter")
 
 MEND_MANIFEST = "remove it if the config.yaml beside it is today's, else the whole folder"
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (*locks.DISK_FULL, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 

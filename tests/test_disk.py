@@ -1,6 +1,10 @@
 """du and clean: what runs hold, what may go, and what never goes by itself."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 from conftest import CPU_CONFIG
@@ -52,6 +56,27 @@ def test_clean_frees_states_and_checkpoints_of_exported_runs_alone_and_logs_it(r
     assert before - folders(runs) == {"exported/02_hidden_states", "exported/04_train"}
     freed = list(artifacts.read_jsonl(runs / "freed.jsonl"))
     assert len(freed) == 2 and all(record["bytes"] >= 100_000 for record in freed)
+
+
+FULL = """
+mount -t tmpfs -o size=2m none "$1" || exit 99
+cp -a "$2/." "$1" && cat /dev/zero > "$1/filler"
+"$3" -m drafter.artifacts clean --yes --set "run.dir=$1" && ls -d "$1"/*/0* >&2
+"""
+
+
+def test_clean_frees_on_a_full_disk(runs, tmp_path_factory):
+    """Seam H2: its locks' records did not fit, and it asked to free some space first."""
+    mount = tmp_path_factory.mktemp("mount")
+    if os.getuid() or not shutil.which("unshare"):
+        pytest.skip("needs root and unshare")
+    line = ["unshare", "-m", "sh", "-c", FULL, "sh", str(mount), str(runs), sys.executable]
+    done = subprocess.run(line, cwd=config.ROOT, capture_output=True, text=True)
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip("no mounts here")
+    assert done.returncode == 0, done.stderr
+    left = set(done.stderr.splitlines())
+    assert f"{mount}/exported/01b_synthetic" in left and f"{mount}/exported/02_hidden_states" not in left
 
 
 def test_an_unexported_runs_folder_goes_only_when_named(runs):
