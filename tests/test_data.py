@@ -359,7 +359,7 @@ def recast(path, change):
         (lambda tree: tree["__metadata__"].update(row_id="f" * 32), "row_id is f"),
         (lambda tree: tree.update(__metadata__=5), "not a hidden-state file"),
         (lambda tree: tree["hidden_states"].update(shape=[12, 2, 256]), "expected"),
-        (lambda tree: tree["hidden_states"].update(shape=[-12, -4, 128]), "expected"),
+        (lambda tree: tree["hidden_states"].update(shape=[-12, -4, 128]), "shape must be a list of counts"),
         (lambda tree: tree["hidden_states"].update(shape="wide"), "not a hidden-state file"),
         (lambda tree: tree["hidden_states"].update(data_offsets=["a", "b"]), "not a hidden-state file"),
         (lambda tree: tree.update(states=tree.pop("hidden_states")), "expected"),

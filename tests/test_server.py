@@ -56,7 +56,8 @@ def role(tmp_path, model):
             "args": {"max-model-len": 1024},
             "env": {"FAKE": fake},
         } | settings
-        overrides = [f"servers.generate={json.dumps(settings)}", f"run.dir={tmp_path}"]
+        others = [f"servers.{name}.url=http://127.0.0.1:{free_port()}" for name in ("extract", "evaluate")]
+        overrides = [f"servers.generate={json.dumps(settings)}", f"run.dir={tmp_path}", *others]
         made.append(config.load(CPU_CONFIG, overrides))
         return made[-1]
 
@@ -306,8 +307,8 @@ def test_a_boot_failure_ends_the_wait_at_once_with_the_end_of_the_log(role, capl
 def test_a_healthy_server_with_a_hanging_engine_is_not_ready_and_is_not_left_behind(role, monkeypatch):
     """R01"""
     monkeypatch.setattr(readiness, "PROBE_SECONDS", 1)
-    run_config = role("hang", start_minutes=0.05)
-    with pytest.raises(ResumableError, match="not ready after 0.05 min: .* hangs"):
+    run_config = role("hang", start_minutes=0.1)
+    with pytest.raises(ResumableError, match="not ready after 0.1 min: .* hangs"):
         server.up(run_config, "generate")
     assert not server.alive(run_config, "generate")
 
