@@ -7,7 +7,9 @@ measuring) and the manifest. A rerun goes on where this one stopped.
 
 import sys
 
-from drafter import arguments, chat, generate, stage
+from drafter import cli, stage
+from drafter.generate import chat
+from drafter.generate import stage as generate
 
 
 def body(this: stage.Stage) -> dict:
@@ -28,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = stage.parser(__doc__)
     parser.add_argument(
         "--deadline",
-        type=arguments.moment,
+        type=cli.moment,
         metavar="HH:MM",
         help="stop asking then, finish what is in flight, go on with what there is; or YYYY-MM-DDTHH:MM",
     )

@@ -14,10 +14,14 @@ first row, and on a few rows of every shard, a probe shows that they are the rig
 import sys
 from functools import partial
 
-from drafter import client, extract, stage, target_weights, worklist
+from drafter import stage
 from drafter.config import Config
-from drafter.extraction import Extraction
+from drafter.extract import stage as extract
+from drafter.extract import worklist
+from drafter.extract.loop import Extraction
 from drafter.progress import RECORDS, Progress
+from drafter.serve import client
+from drafter.target import weights_fingerprint
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +56,7 @@ def body(run: stage.Stage) -> dict:
         return extract.verify(run, items, rejected, share)
     if todo := worklist.adopt(config, folder, todo, share):
         extract.check_ready(run, todo)
-    target_weights.check(config, recording=True)
+    weights_fingerprint.check(config, recording=True)
     run.begin(extract.QUESTION)
     worklist.sweep(folder, share)
     if not todo:
@@ -76,7 +80,7 @@ def body(run: stage.Stage) -> dict:
 def first_loss(config: Config):
     """What the compact format is measured with, where there is a drafter to start from; it loads speculators."""
     if config.extract.dtype == "fp8" and config.train.warm_start:
-        from drafter.parity import FirstLoss
+        from drafter.train.fp8_cost import FirstLoss
 
         return FirstLoss(config)
     return None

@@ -7,7 +7,8 @@ the last complete step.
 
 import sys
 
-from drafter import stage, train
+from drafter import stage
+from drafter.train import stage as train
 
 
 def body(this: stage.Stage) -> dict:

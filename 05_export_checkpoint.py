@@ -8,7 +8,10 @@ training, the warm start alone.
 
 import sys
 
-from drafter import acceptance, card, export, stage
+from drafter import stage
+from drafter.acceptance import model_card
+from drafter.acceptance import stage as acceptance
+from drafter.export import stage as export
 
 
 def body(this: stage.Stage) -> dict:
@@ -18,7 +21,7 @@ def body(this: stage.Stage) -> dict:
     if this.args.smoke and not export.is_trained(this.config):
         return acceptance.smoke(this)
     summary = export.run(this)
-    card.write(this.config)
+    model_card.write(this.config)
     return acceptance.smoke(this) if this.args.smoke else summary
 
 

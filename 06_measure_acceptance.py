@@ -7,7 +7,10 @@ export's model card shows too.
 
 import sys
 
-from drafter import acceptance, card, export, stage
+from drafter import stage
+from drafter.acceptance import model_card
+from drafter.acceptance import stage as acceptance
+from drafter.export import stage as export
 
 
 def body(this: stage.Stage) -> dict:
@@ -16,7 +19,7 @@ def body(this: stage.Stage) -> dict:
     this.lock("05_export", "01b_synthetic")
     summary = acceptance.run(this)
     if export.folder(this.config).exists():
-        card.write(this.config)
+        model_card.write(this.config)
     return summary
 
 

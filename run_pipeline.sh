@@ -33,7 +33,7 @@ if [[ -n ${PYTHON:-} ]] &&
 fi
 # A question for help and a wrong option are answered before anything is installed.
 any=${PYTHON:-$(find_python)}
-answer=$(cd -- "$caller" && "$any" -P -m drafter.arguments "$@") && code=0 || code=$?
+answer=$(cd -- "$caller" && "$any" -P -m drafter.cli "$@") && code=0 || code=$?
 if [[ -n $answer || $code != 0 ]]; then
   [[ -z $answer ]] || printf '%s\n' "$answer"
   exit "$code"

@@ -1,8 +1,8 @@
 """How fast hidden states come out: of the whole stage beside what its server could do, and of the writer alone.
 
-    python benchmarks/extract.py serve --prompts questions.jsonl --out DIR [--config FILE] [--set SECTION.KEY=VALUE]
-    python benchmarks/extract.py long --prompts questions.jsonl --out DIR
-    python benchmarks/extract.py write --out DIR
+    python -m benchmarks.extract serve --prompts questions.jsonl --out DIR [--config FILE] [--set SECTION.KEY=VALUE]
+    python -m benchmarks.extract long --prompts questions.jsonl --out DIR
+    python -m benchmarks.extract write --out DIR
 
 `serve` starts vLLM servers of the config's target side by side on one device, with no prefix caching and
 `--kv-gb` of cache each (which also spares them the memory profiling that servers starting together would disturb):
@@ -41,12 +41,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from drafter import config, contracts, files, stage
+from drafter.errors import StageError
+from drafter.extract import states
+from drafter.serve import roles, vllm_command
+from drafter.serve.client import Client
 
-from drafter import artifacts, config, contracts, launch, server, stage, states  # noqa: E402
-from drafter.client import Client  # noqa: E402
-from drafter.errors import StageError  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 LOCAL = "http://127.0.0.1"
 KIMI = {"layer_ids": (2, 30, 58, 61), "hidden": 7168}
@@ -121,7 +122,7 @@ def variants(args: argparse.Namespace) -> dict[str, tuple[config.Config, config.
         if kind == "unread":
             flags["kv-transfer-config"] = foreign
         if kind == "profile":
-            timed = launch.command(config.load(args.config, [*args.overrides, *sets]), "extract")
+            timed = vllm_command.command(config.load(args.config, [*args.overrides, *sets]), "extract")
             timed = json.loads(timed[timed.index("--kv-transfer-config") + 1])
             module = {"kv_connector": "TimedWriter", "kv_connector_module_path": "benchmarks.timed_connector"}
             flags["kv-transfer-config"] = timed | module
@@ -136,7 +137,7 @@ def start(wanted: dict, stack: ExitStack, one_by_one: bool) -> dict:
 
     def bring(name: str) -> str | None:
         try:
-            server.up(*wanted[name])
+            roles.up(*wanted[name])
         except StageError as error:
             print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
             return None
@@ -144,7 +145,7 @@ def start(wanted: dict, stack: ExitStack, one_by_one: bool) -> dict:
         return name
 
     for pair in wanted.values():
-        stack.callback(server.down, *pair)
+        stack.callback(roles.down, *pair)
     with ThreadPoolExecutor(1 if one_by_one else len(wanted)) as threads:
         came = set(threads.map(bring, wanted))
     return {name: pair for name, pair in wanted.items() if name in came}
@@ -477,7 +478,7 @@ def write(args: argparse.Namespace) -> None:
             longest = max(longest, step(rig, owner, free))
             time.sleep(0.001)
         seconds = time.monotonic() - started
-        artifacts.sync_file_system(folder)
+        files.sync_file_system(folder)
         durable = time.monotonic() - started
         written = len(list(folder.glob("*/*.part")))
         if written != count:
@@ -486,7 +487,7 @@ def write(args: argparse.Namespace) -> None:
         metric(f"connector_durable_round{number}_MB_per_s", size / durable / 1e6)
         metric(f"connector_round{number}_longest_step_ms", longest * 1e3)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        metric(f"connector_round{number}_memory_growth_GiB", grown * 1024 / artifacts.GIB)
+        metric(f"connector_round{number}_memory_growth_GiB", grown * 1024 / files.GIB)
         rig.close()
     shutil.rmtree(folder)
 
@@ -515,7 +516,7 @@ def plain_writes(folder: Path, count: int, size: int, threads: int) -> tuple[flo
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(one, range(count)))
     written = time.monotonic() - started
-    artifacts.sync_file_system(folder)
+    files.sync_file_system(folder)
     return written, time.monotonic() - started
 
 

@@ -1,7 +1,7 @@
 """Stage 02 of one target on 1, 2 and 4 GPUs by tensor parallelism: how fast, and the same states.
 
-    python benchmarks/extract_parallel.py --out DIR [--degrees 1,2,4]
-    python benchmarks/extract_parallel.py --out DIR --degrees 1,2 --tiny      on a CPU
+    python -m benchmarks.extract_parallel --out DIR [--degrees 1,2,4]
+    python -m benchmarks.extract_parallel --out DIR --degrees 1,2 --tiny      on a CPU
 
 The target is random and Kimi-shaped (MLA, experts, hidden 7168, 64 heads: 57,344 B a token), with few layers and few
 experts. Its servers, eager, without prefix caching, start together and idle while another is measured. Every degree
@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from extract import ROOT, distances, metric, post_all, write_rows
-
-from drafter import config, probe, server
+from benchmarks.extract import ROOT, distances, metric, post_all, write_rows
+from drafter import config
 from drafter.errors import StageError
+from drafter.extract import probe
+from drafter.serve import roles
 from tests import tiny_models
 
 LAYERS = 8
@@ -155,7 +155,7 @@ def servers(runs: dict[int, config.Config]) -> Iterator[list[int]]:
 
     def up(degree: int) -> bool:
         try:
-            server.up(runs[degree], "extract")
+            roles.up(runs[degree], "extract")
         except StageError as error:
             print(f"degree {degree} is left out: {error}\n{log_of(runs[degree])}", flush=True)
             return False
@@ -168,7 +168,7 @@ def servers(runs: dict[int, config.Config]) -> Iterator[list[int]]:
         yield [degree for degree, ready in zip(runs, came, strict=True) if ready]
     finally:
         with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda run_config: server.down(run_config, "extract"), runs.values()))
+            list(threads.map(lambda run_config: roles.down(run_config, "extract"), runs.values()))
 
 
 def measure(run_config: config.Config, overrides: list[str], degree: int, rows: list, deadline: float) -> bool:

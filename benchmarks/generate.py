@@ -1,8 +1,8 @@
 """What stage 01b costs beside the server: requests a second, output tokens a second, start-up, memory.
 
-    python benchmarks/generate.py loopback                   # a server that answers at once with 1 KB
-    python benchmarks/generate.py memory --count 1000000     # the same with a million prompts in the mix
-    python benchmarks/generate.py server --config configs/smollm2_gpu.yaml --url http://127.0.0.1:8101 \\
+    python -m benchmarks.generate loopback                   # a server that answers at once with 1 KB
+    python -m benchmarks.generate memory --count 1000000     # the same with a million prompts in the mix
+    python -m benchmarks.generate server --config configs/smollm2_gpu.yaml --url http://127.0.0.1:8101 \\
         --prompts questions.jsonl --count 2000 --concurrency 200 --max-tokens 512
 
 `server` wants the role up already. Rounds alternate between a bare aiohttp load generator (A) and stage 01b (B), with
@@ -30,10 +30,11 @@ from statistics import mean
 
 import aiohttp
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from drafter import config, versions
+from drafter.generate import answering, chat, mix, prompts, rows
+from drafter.serve import client
 
-from drafter import answering, chat, client, config, mix, prompts, rows, versions  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 REPLY = json.dumps(
     {
@@ -89,7 +90,9 @@ async def serve_loopback(port: int) -> None:
 
 @contextlib.contextmanager
 def loopback() -> Iterator[str]:
-    process = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.generate", "serve"], stdout=subprocess.PIPE, text=True
+    )
     try:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     finally:
@@ -178,7 +181,17 @@ class Bench:
     def inner(self, what: str, *extra: str) -> dict:
         path = self.folder / "config.yaml"
         path.write_text(self.config.dump())
-        command = [sys.executable, __file__, what, "--config", str(path), "--requests", str(self.requests), *extra]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.generate",
+            what,
+            "--config",
+            str(path),
+            "--requests",
+            str(self.requests),
+            *extra,
+        ]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     def stage(self, name: str, *arguments: str) -> tuple[int, dict, float]:

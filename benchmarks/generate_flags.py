@@ -1,6 +1,6 @@
 """Which flags should serve the role `generate`: boot and stage 01b for each set of them, in turns on one GPU.
 
-    python benchmarks/generate_flags.py --prompts mix.jsonl --out DIR [--counts 93 2000] [--rounds 2]
+    python -m benchmarks.generate_flags --prompts mix.jsonl --out DIR [--counts 93 2000] [--rounds 2]
 
 Each turn of a variant brings the role up, answers `--counts` prompts by stage 01b, a run each, and brings it down.
   eager      no graphs, no compilation
@@ -19,10 +19,10 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from drafter import config, signals
+from drafter.serve import roles
 
-from drafter import config, interrupts, server  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 VARIANTS = {
     "eager": {"enforce-eager": True, "compilation-config": None},
@@ -46,7 +46,7 @@ def settings(args: argparse.Namespace, variant: str, name: str) -> list[str]:
 def turn(args: argparse.Namespace, variant: str, number: int) -> None:
     run_config = config.load(args.config, settings(args, variant, f"{variant}-{number}"))
     started = time.monotonic()
-    server.up(run_config, ROLE)
+    roles.up(run_config, ROLE)
     boot = time.monotonic() - started
     metric(f"{variant}_{number}_boot_s", boot)
     try:
@@ -59,7 +59,7 @@ def turn(args: argparse.Namespace, variant: str, number: int) -> None:
             metric(f"{variant}_{number}_{count}_rows", summary["out"])
     finally:
         started = time.monotonic()
-        server.down(run_config, ROLE)
+        roles.down(run_config, ROLE)
         metric(f"{variant}_{number}_down_s", time.monotonic() - started)
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=480)
     args = parser.parse_args()
-    interrupts.listen(*interrupts.wanted())  # a cut call takes its server down
+    signals.listen(*signals.wanted())  # a cut call takes its server down
     caches = args.out / "caches"
     shutil.rmtree(caches, ignore_errors=True)
     os.environ |= {"VLLM_CACHE_ROOT": str(caches / "vllm"), "TRITON_CACHE_DIR": str(caches / "triton")}

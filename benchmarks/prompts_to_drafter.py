@@ -1,7 +1,7 @@
 """From prompts to a trained drafter, each program as its users start it: ours, and speculators' own commands.
 
-    python benchmarks/prompts_to_drafter.py ours --prompts mix.jsonl --out DIR --gpu 0
-    python benchmarks/prompts_to_drafter.py speculators --prompts mix.jsonl --out DIR --gpu 1
+    python -m benchmarks.prompts_to_drafter ours --prompts mix.jsonl --out DIR --gpu 0
+    python -m benchmarks.prompts_to_drafter speculators --prompts mix.jsonl --out DIR --gpu 1
 
 The same prompts, model, sampling, draft vocabulary, packs, epochs and learning rate. `ours` is run_pipeline.sh from
 01b to 04. `speculators` is a plain vLLM server and `regenerate-responses`; then `prepare-data`; then a server with
@@ -21,10 +21,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from drafter import config, signals
+from drafter.serve import roles
 
-from drafter import config, interrupts, server  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 CLI = [sys.executable, "-c", "from speculators.cli import app; app()"]
 # torch 2.11 cannot compile two kernels that share one list of configurations.
@@ -170,7 +170,7 @@ def serving(args: argparse.Namespace, role: config.Role, flags: dict) -> Iterato
     """A server of the config's role with these flags besides; its model is served under its path."""
     model = config.load(args.config, settings(args, "servers")).target.model  # as the library asks for it
     sets = [f"servers.{role}.args.{flag}={json.dumps(value)}" for flag, value in flags.items()]
-    with server.serving(
+    with roles.serving(
         config.load(args.config, [*settings(args, "servers"), f"target.served_name={model}", *sets]), role
     ):
         yield
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--pack", type=int, default=4096)
     args = parser.parse_args()
-    interrupts.listen(*interrupts.wanted())  # a cut call takes its server down
+    signals.listen(*signals.wanted())  # a cut call takes its server down
     {"ours": ours, "speculators": speculators}[args.program](args)
 
 

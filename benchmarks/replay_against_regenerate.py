@@ -1,6 +1,6 @@
 """Does it pay to train on the model's own answers? The same questions, steps, tokens a step and seed, both ways.
 
-    python benchmarks/replay_against_regenerate.py --prompts questions.jsonl --evaluate eval_a.jsonl eval_b.jsonl
+    python -m benchmarks.replay_against_regenerate --prompts questions.jsonl --evaluate eval_a.jsonl eval_b.jsonl
 
 1. The whole pipeline with answers that the model writes itself (`mode: regenerate`).
 2. The same with the original answers of the file (`mode: replay`), on as many rows as make the same number of tokens.
@@ -22,10 +22,10 @@ import tarfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from drafter import config, contracts, files
+from drafter.serve import roles
 
-from drafter import artifacts, config, contracts, server  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 AGAIN = 3
 SAVE_SECONDS = 60  # for a stage to save after it was asked to stop
@@ -92,7 +92,7 @@ class Experiment:
         steps = {
             "regenerate": lambda: [_pipeline(self.own)],
             "replay_rows": lambda: [
-                [sys.executable, "-m", "drafter.server", "up", "extract", *original],
+                [sys.executable, "-m", "drafter.serve", "up", "extract", *original],
                 _script("01b_generate_synthetic", *original, "--set", f"servers.generate={json.dumps(template)}"),
             ],
             "replay_states": lambda: [_pipeline(self.original, "--only", "02", "--limit", self._rows())],
@@ -111,11 +111,11 @@ class Experiment:
                     if code := self._call(name, command):
                         return code
                 self.progress["done"].append(name)
-                artifacts.write_json(self.progress_path, self.progress)
+                files.write_json(self.progress_path, self.progress)
             return 0
         finally:
-            if server.alive(self.original, "extract"):  # from replay_rows, and not used up by replay_states
-                server.down(self.original, "extract")
+            if roles.alive(self.original, "extract"):  # from replay_rows, and not used up by replay_states
+                roles.down(self.original, "extract")
 
     def _rows(self) -> str:
         """How many rows of original answers hold as many tokens as all of the model's own."""
@@ -145,7 +145,7 @@ class Experiment:
             code = AGAIN
         seconds = self.progress["seconds"]
         seconds[name] = round(seconds.get(name, 0) + time.monotonic() - started, 1)
-        artifacts.write_json(self.progress_path, self.progress)
+        files.write_json(self.progress_path, self.progress)
         return code
 
     def metrics(self) -> None:
@@ -185,7 +185,7 @@ class Experiment:
         spans = [span for entry in entries for span in contracts.cut(entry.supervised, entry.tokens)]
         _metric(f"{mode}_supervised_tokens", sum(end - start for start, end in spans))
         path = run.stage_dir("04_train") / "metrics.jsonl"
-        records = list(artifacts.read_jsonl(path, journal=True)) if path.exists() else []
+        records = list(files.read_jsonl(path, journal=True)) if path.exists() else []
         if rates := [r["tokens_per_s"] for r in records if r["kind"] == "train"]:
             _metric(f"{mode}_train_step_tokens_per_s_median", statistics.median(rates))
         for r in records:
@@ -215,12 +215,12 @@ def _tokens(run: config.Config) -> list[int]:
     """Token counts of stage 01b's rows, in file order."""
     shards = sorted(run.stage_dir("01b_synthetic").glob("shard-*.jsonl"))
     limit = run.target.max_seq_len
-    return [min(len(row["input_ids"]), limit) for shard in shards for row in artifacts.read_jsonl(shard)]
+    return [min(len(row["input_ids"]), limit) for shard in shards for row in files.read_jsonl(shard)]
 
 
 def _index(run: config.Config) -> list[contracts.IndexEntry]:
     path = run.stage_dir("02_hidden_states") / "index.jsonl"
-    return [contracts.IndexEntry(**record) for record in artifacts.read_jsonl(path)] if path.exists() else []
+    return [contracts.IndexEntry(**record) for record in files.read_jsonl(path)] if path.exists() else []
 
 
 def _read(path: Path) -> dict | None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 
-from drafter.connector import HiddenStatesWriter
+from drafter.extract.connector import HiddenStatesWriter
 
 TOTALS: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
 

@@ -1,8 +1,8 @@
 """Speed and memory of the training step and of the whole stage, beside speculators' own step.
 
-    python benchmarks/train.py                       every part, under 8 minutes on one H200
-    python benchmarks/train.py --parts step,profile  some of them
-    python benchmarks/train.py --tiny                the same code on a small shape, on a CPU too
+    python -m benchmarks.train                       every part, under 8 minutes on one H200
+    python -m benchmarks.train --parts step,profile  some of them
+    python -m benchmarks.train --tiny                the same code on a small shape, on a CPU too
 
 Every part is a process of its own with a time limit, so that one that fails or hangs costs only itself. Figures are
 printed as `METRIC name value` as soon as they are known.
@@ -23,11 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 PEAK = 790e12  # dense bf16 matrix FLOP/s measured on an H200
-STAGE = Path(__file__).with_name("train_stage.py")  # the part of that name
 PARTS = {"step": 210, "long": 90, "files": 120, "profile": 60, "stage": 400}  # name -> seconds at most
 
 
@@ -107,7 +103,7 @@ def make_target(shape: Shape, folder: Path):
     import torch
 
     from drafter.config import Target
-    from drafter.verifier import Verifier
+    from drafter.target.head import Verifier
 
     config = {
         "architectures": ["KimiK25ForConditionalGeneration"], "num_hidden_layers": 61, "hidden_size": shape.hidden,
@@ -148,10 +144,10 @@ def peak_gb() -> float:
 def random_weights(shape: Shape) -> dict:
     import torch
 
-    from drafter import native
+    from drafter.target import eagle3_folder
 
     draw = {}
-    for name, (size, dtype) in native.layout_of(native_config(shape)).items():
+    for name, (size, dtype) in eagle3_folder.layout_of(native_config(shape)).items():
         if not dtype.is_floating_point:
             continue
         ones = name.endswith("norm.weight")
@@ -168,14 +164,14 @@ def host_pack(shape: Shape, pack: int):
     """A pack of random states in (pinned) host memory."""
     import torch
 
-    from drafter import data
-    from drafter.attention import Documents
-    from drafter.pack import Pack
+    from drafter.train import examples
+    from drafter.train.attention import Documents
+    from drafter.train.batch import Pack
 
     pin = torch.cuda.is_available()
     rows = pack // shape.row
     prompt = int(shape.row * (1 - shape.supervised))
-    depth = torch.from_numpy(data.depths([[prompt + 1, shape.row + 1]], shape.row, shape.steps))
+    depth = torch.from_numpy(examples.depths([[prompt + 1, shape.row + 1]], shape.row, shape.steps))
     queries = shape.row - prompt
     anchors = torch.cat([torch.arange(prompt, shape.row) + shape.row * i for i in range(rows)])
     made = Pack(
@@ -206,17 +202,17 @@ class Ours:
     def __init__(self, shape: Shape, pack: int, folder: Path, wrap: Callable | None = None):
         import torch
 
-        from drafter import draft
+        from drafter.train import draft_model
 
         target, verifier = make_target(shape, folder)
-        self.model = draft.build(random_weights(shape), native_config(shape), verifier, target)
+        self.model = draft_model.build(random_weights(shape), native_config(shape), verifier, target)
         compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model.prepare(verifier, compute, shape.steps)
         self.model.to(device())
         groups = ("layer", "fc", "norms")
-        draft.trainable(self.model, groups)
+        draft_model.trainable(self.model, groups)
         self.wrapped = wrap(self.model, compute) if wrap else self.model
-        self.parameters = list(draft.trainable(self.model, groups).values())
+        self.parameters = list(draft_model.trainable(self.model, groups).values())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
         self.host = host_pack(shape, pack)
         self.scale = torch.full((shape.steps,), 1.0 / len(self.host.anchors), device=device())
@@ -235,7 +231,7 @@ class Ours:
     def step(self, mark: Callable[[str], None] = lambda name: None) -> float:
         import torch
 
-        from drafter import parallel
+        from drafter.train import distributed
 
         mark("copy")
         pack, copied = self.next
@@ -249,7 +245,7 @@ class Ours:
         mark("backward")
         loss.backward()
         mark("optimizer")
-        norm = parallel.whole(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0))
+        norm = distributed.whole(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0))
         *_, norm = torch.cat([stats.flatten(), norm.reshape(1)]).tolist()  # the one transfer a step
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -300,11 +296,11 @@ class Library:
     def __init__(self, shape: Shape, pack: int, folder: Path):
         import torch
 
-        from drafter import draft
+        from drafter.train import draft_model
 
         cuda = torch.cuda.is_available()
         target, verifier = make_target(shape, folder)
-        self.model = library_model(draft.build(random_weights(shape), native_config(shape), verifier, target))
+        self.model = library_model(draft_model.build(random_weights(shape), native_config(shape), verifier, target))
         for name in ("embed_tokens", "verifier_lm_head", "verifier_norm", "lm_head"):
             getattr(self.model, name).requires_grad_(False)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -491,7 +487,9 @@ def part_files(shape: Shape, arguments) -> None:
     """The same step fed from files on disk by the project's own loader, beside plain readers of the same files."""
     import torch
 
-    from drafter import contracts, data, states
+    from drafter import contracts
+    from drafter.extract import states
+    from drafter.train import examples
 
     with scratch() as folder:
         rows_per_pack, packs = shape.pack // shape.row, 14
@@ -521,14 +519,14 @@ def part_files(shape: Shape, arguments) -> None:
             with contextlib.suppress(OSError):  # a file system may know no direct reads
                 seconds = plain_reads(paths, threads, os.O_DIRECT if name == "direct" else 0)
                 metric(f"files_plain_{name}_{threads}_threads_gb_per_s", written / 1e9 / seconds)
-        rows = data.examples(entries, shape.pack, shape.steps, contracts.Counts(total=len(entries)))
+        rows = examples.examples(entries, shape.pack, shape.steps, contracts.Counts(total=len(entries)))
         runner, started = Ours(shape, shape.pack, folder), time.perf_counter()
         for _ in range(3):
             runner.step()
         synchronize()
         metric("files_three_first_steps_s", time.perf_counter() - started)
         form = tuple(facts_ids), shape.hidden, shape.vocab
-        reader = data.Reader(folder, *form, shape.steps, think_end=None, pin=torch.cuda.is_available())
+        reader = examples.Reader(folder, *form, shape.steps, think_end=None, pin=torch.cuda.is_available())
         own, unused = arguments.workers, float("inf")
         turns = [("cold_at_20k", 20_000, own), ("cold", None, own), ("warm", None, own)]
         turns += [
@@ -539,8 +537,8 @@ def part_files(shape: Shape, arguments) -> None:
         for epoch, (name, rate, workers) in enumerate(turns):
             if name != "warm":
                 forget(paths)
-            loader = data.Loader(reader, device(), workers)
-            plan = data.Plan(rows, shape.pack, 1, 1, seed=epoch)
+            loader = examples.Loader(reader, device(), workers)
+            plan = examples.Plan(rows, shape.pack, 1, 1, seed=epoch)
             feed = loader.packs((members, True) for step in plan.steps for members in step.packs)
             begun = time.perf_counter()
             first = next(feed)
@@ -622,7 +620,7 @@ def main() -> None:
     failed = []
     for part in arguments.parts.split(","):
         started = time.perf_counter()
-        script = [STAGE] if part == "stage" else [__file__, "--run", part]
+        script = ["-m", "benchmarks.train_stage"] if part == "stage" else ["-m", "benchmarks.train", "--run", part]
         command = [sys.executable, *script, *sys.argv[1:]]
         try:
             code = subprocess.run(command, timeout=PARTS[part]).returncode

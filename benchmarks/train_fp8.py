@@ -1,23 +1,20 @@
 """Would fp8 products with the frozen heads pay? Their time at the Kimi shape, and what they do to loss and gradient.
 
-    python benchmarks/train_fp8.py            on a GPU that has fp8 (H100 and later), under a minute
-    python benchmarks/train_fp8.py --tiny     the same code on a small shape, on a CPU too
+    python -m benchmarks.train_fp8            on a GPU that has fp8 (H100 and later), under a minute
+    python -m benchmarks.train_fp8 --tiny     the same code on a small shape, on a CPU too
 
 The head is quantized once (e4m3, a scale a row), states and gradients at every step, which is counted. Figures are
 printed as `METRIC name value`.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import train as bench
+from benchmarks import train as bench
 
 FP8 = torch.float8_e4m3fn
 SPREAD = 3.0  # standard deviation of logits, about that of a language model's

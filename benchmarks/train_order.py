@@ -1,7 +1,7 @@
 """What adding in one order costs a training step, and whether two runs then are the same: A B A B.
 
-    python benchmarks/train_order.py            on a GPU, under two minutes
-    python benchmarks/train_order.py --tiny     the same code on a small shape, on a CPU too
+    python -m benchmarks.train_order            on a GPU, under two minutes
+    python -m benchmarks.train_order --tiny     the same code on a small shape, on a CPU too
 
 The Kimi-shaped step of `train.py`. Every turn is a process of its own and starts with the same weights.
 """
@@ -9,10 +9,8 @@ The Kimi-shaped step of `train.py`. Every turn is a process of its own and start
 import hashlib
 import subprocess
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import train as bench
+from benchmarks import train as bench
 
 TURNS = {"any_order_1": False, "one_order_1": True, "any_order_2": False, "one_order_2": True}
 
@@ -20,18 +18,18 @@ TURNS = {"any_order_1": False, "one_order_1": True, "any_order_2": False, "one_o
 def turn(name: str, one_order: bool, arguments) -> None:
     import torch
 
-    from drafter import draft, parallel
+    from drafter.train import distributed, draft_model
 
     torch.manual_seed(0)
     if one_order:
-        parallel.add_in_one_order()
+        distributed.add_in_one_order()
     shape = bench.TINY if arguments.tiny else bench.KIMI
     with bench.scratch() as folder:
         runner = bench.Ours(shape, shape.pack, folder)
         seconds, spans = bench.timed(runner, arguments.steps, warmup=3)
         bench.report(name, shape, runner, shape.pack, seconds, spans)
         digest = hashlib.sha256()
-        for tensor in draft.native_weights(runner.model, keep_embedding=False).values():
+        for tensor in draft_model.native_weights(runner.model, keep_embedding=False).values():
             digest.update(tensor.detach().cpu().numpy().tobytes())
         bench.metric(f"{name}_last_loss", repr(runner.step()))
         bench.metric(f"{name}_weights", digest.hexdigest()[:16])
@@ -43,7 +41,7 @@ def main() -> None:
         turn(arguments.run, TURNS[arguments.run], arguments)
         return
     for name in TURNS:
-        line = [sys.executable, __file__, "--run", name, *sys.argv[1:]]
+        line = [sys.executable, "-m", "benchmarks.train_order", "--run", name, *sys.argv[1:]]
         subprocess.run(line, check=True, timeout=120)
 
 

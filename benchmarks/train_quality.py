@@ -1,6 +1,6 @@
 """Does a step teach as much as speculators' own? Drafters trained on a run's rows, measured by two yardsticks.
 
-    python benchmarks/train_quality.py --captured runs/smollm2_cpu       on a CPU too, in three minutes
+    python -m benchmarks.train_quality --captured runs/smollm2_cpu       on a CPU too, in three minutes
 
 speculators' model, loss, loader and mask, in the plain loop of its trainer (which wants a GPU), under the same AdamW
 and schedule and for as many steps; once with our drafter's form and first weights, once as its trainer would make it,
@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import train as bench
-import train_stage
-
-from drafter import checkpoint, config, draft, native, optimizer, verifier
-from drafter.dataset import Dataset
-from drafter.loop import first_draft
+from benchmarks import train as bench
+from benchmarks import train_stage
+from drafter import config
+from drafter.target import eagle3_folder, head
+from drafter.train import checkpoint, draft_model, optimizer
+from drafter.train.dataset import Dataset
+from drafter.train.loop import first_draft
 
 
 def in_our_form(run_config: config.Config) -> torch.nn.Module:
@@ -33,10 +33,10 @@ def in_our_form(run_config: config.Config) -> torch.nn.Module:
     target, train = run_config.target, run_config.train
     captured = run_config.stage_dir("02_hidden_states")
     training, _ = train_stage.split_rows(run_config)
-    known = verifier.read_verifier(target.model)
+    known = head.read_verifier(target.model)
     weights, settings = first_draft(run_config, known, Dataset(captured, training, [], None))
-    model = bench.library_model(draft.build(weights, settings, known, target))
-    draft.trainable(model, train.trainable)
+    model = bench.library_model(draft_model.build(weights, settings, known, target))
+    draft_model.trainable(model, train.trainable)
     return model
 
 
@@ -89,13 +89,13 @@ def train_library(model: torch.nn.Module, run_config: config.Config, dataset: Pa
 def as_served(ours: list[str], folder: Path, model: torch.nn.Module, own: Path) -> None:
     """A drafter of our form on the rows that were held out, by the figures of our validation."""
     weights = {name.replace("layers.0.", "midlayer."): t.contiguous() for name, t in model.state_dict().items()}
-    left_out = (native.EMBEDDING, "verifier_")
+    left_out = (eagle3_folder.EMBEDDING, "verifier_")
     drafter = folder / "library_drafter"
     drafter.mkdir()
     weights = {name: t for name, t in weights.items() if not name.startswith(left_out)}
-    save_file(weights, drafter / native.WEIGHTS)
+    save_file(weights, drafter / eagle3_folder.WEIGHTS)
     settings = checkpoint.read_draft(checkpoint.best_step(own))[1]
-    (drafter / native.CONFIG).write_text(json.dumps(settings))
+    (drafter / eagle3_folder.CONFIG).write_text(json.dumps(settings))
     changes = {"run.name": "library", "train.warm_start": drafter, "train.draft_vocab_size": "null", "train.lr": 0}
     changes |= {"train.max_steps": 1}
     line = [*ours, *(part for key, value in changes.items() for part in ("--set", f"{key}={value}"))]

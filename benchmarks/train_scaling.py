@@ -1,9 +1,9 @@
 """Training on 1, 2, 4 and 8 GPUs: DDP against FSDP2, with and without peer-to-peer copies.
 
-    python benchmarks/train_scaling.py                 every number of GPUs that this machine has
-    python benchmarks/train_scaling.py --worlds 1,2    some
-    python benchmarks/train_scaling.py --parts equal   only whether the losses are equal
-    python benchmarks/train_scaling.py --tiny          the same code on gloo ranks of a CPU
+    python -m benchmarks.train_scaling                 every number of GPUs that this machine has
+    python -m benchmarks.train_scaling --worlds 1,2    some
+    python -m benchmarks.train_scaling --parts equal   only whether the losses are equal
+    python -m benchmarks.train_scaling --tiny          the same code on gloo ranks of a CPU
 
 The Kimi-shaped drafter on random states, a pack of 8,192 a rank, 3 TTT steps, head frozen. PCIe machines without
 peer-to-peer copies behave as with `NCCL_P2P_DISABLE=1`. Then one epoch in SmolLM2's shape on one rank, twice, and
@@ -29,9 +29,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import train as bench
-import train_stage
+from benchmarks import train as bench
+from benchmarks import train_stage
 
 KINDS = {"ddp": ("ddp", False), "fsdp2": ("fsdp2", True), "fsdp2_gathered": ("fsdp2", False)}  # kind, reshard
 PARTS = ("scaling", "equal", "ended")
@@ -47,10 +46,10 @@ def measure(arguments) -> None:
     """Steps of each kind; rank 0 prints one JSON line a kind."""
     import torch
 
-    from drafter import parallel
+    from drafter.train import distributed
 
     shape = bench.TINY if arguments.tiny else bench.KIMI
-    with parallel.ranks() as ranks:
+    with distributed.ranks() as ranks:
         for kind in arguments.measure.split(","):
             bench.free()
             with build(kind, shape, ranks) as runner:
@@ -72,7 +71,7 @@ def measure(arguments) -> None:
 
 @contextmanager
 def build(kind: str, shape: "bench.Shape", ranks):
-    from drafter import parallel
+    from drafter.train import distributed
 
     wrapper, reshard = KINDS[kind]
     with bench.scratch() as folder:
@@ -80,7 +79,7 @@ def build(kind: str, shape: "bench.Shape", ranks):
             shape,
             shape.pack,
             folder,
-            wrap=lambda model, compute: parallel.wrap(model, wrapper, ranks, compute, reshard),
+            wrap=lambda model, compute: distributed.wrap(model, wrapper, ranks, compute, reshard),
         )
 
 
@@ -114,14 +113,14 @@ def communication(runner, steps: int = 2) -> float:
 
 def save(runner, ranks) -> dict[str, float]:
     """What a signal waits for: masters and moments gathered on rank 0, written, durable."""
-    from drafter import checkpoint, draft, parallel
+    from drafter.train import checkpoint, distributed, draft_model
 
     started = time.perf_counter()
-    weights = draft.native_weights(runner.model, keep_embedding=False)
+    weights = draft_model.native_weights(runner.model, keep_embedding=False)
     state = runner.optimizer.state
     kinds, parameters = ("exp_avg", "exp_avg_sq"), enumerate(runner.parameters)
     moments = {f"{n}.{kind}": state[p][kind] for n, p in parameters for kind in kinds}
-    wholes = map(parallel.whole, checkpoint.tensors_of(weights, moments))
+    wholes = map(distributed.whole, checkpoint.tensors_of(weights, moments))
     with bench.scratch() as folder:
         path = checkpoint.step_path(folder, 1)
         ranks.on_main(lambda: checkpoint.save(path, weights, {}, moments, {}, wholes), wholes)
@@ -189,7 +188,7 @@ def scaling(world: int, peer: bool, arguments, alone: float | None, saves: str =
     """One line of the table for each kind. Returns tokens/s of the first."""
     shape = bench.TINY if arguments.tiny else bench.KIMI
     kinds = ",".join(KINDS) if world > 1 else "ddp"
-    script = [__file__, "--measure", kinds, "--save", saves, "--steps", str(arguments.steps)]
+    script = ["-m", "benchmarks.train_scaling", "--measure", kinds, "--save", saves, "--steps", str(arguments.steps)]
     script += ["--tiny"] if arguments.tiny else []
     launch = Launch(world, script, {} if peer else {"NCCL_P2P_DISABLE": "1"}, subprocess.PIPE)
     first = None

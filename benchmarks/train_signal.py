@@ -1,7 +1,7 @@
 """What a signal to stage 04 waits for at Kimi's shape: from the signal to the exit, everything saved and durable.
 
-    python benchmarks/train_signal.py              on every GPU of this machine, about three minutes
-    python benchmarks/train_signal.py --tiny       the same code on a small shape, on a CPU too
+    python -m benchmarks.train_signal              on every GPU of this machine, about three minutes
+    python -m benchmarks.train_signal --tiny       the same code on a small shape, on a CPU too
 
 `04_train.py` as the pipeline starts it, on random states read from disk. SIGTERM comes in a step, SIGINT in a
 validation; the run is resumed after each. Figures are printed as `METRIC name value`.
@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
-import train as bench
-import train_stage
+
+from benchmarks import train as bench
+from benchmarks import train_stage
 
 SECONDS = 120  # of one call at most, until its signal
 EVERY = 8  # steps between validations
@@ -46,7 +45,7 @@ def main() -> None:
         }  # fmt: skip
         line += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         if world > 1:
-            line = ["-m", "drafter.torchrun", "--standalone", "--nproc-per-node", str(world), *line]
+            line = ["-m", "drafter.pipeline.torchrun", "--standalone", "--nproc-per-node", str(world), *line]
         own = folder / "runs/signal/04_train"
         for number in (signal.SIGTERM, signal.SIGINT):
             begun = len(train_stage.records(own, "train"))

@@ -1,7 +1,7 @@
 """Speed of the whole of training as a user starts it, ours and speculators' in turns on the same rows: A B A B.
 
-    python benchmarks/train.py --parts stage                      random states; or this file itself
-    python benchmarks/train_stage.py --captured runs/smollm2_gpu  those of a run, and how good both drafters are
+    python -m benchmarks.train --parts stage                      random states; or this file itself
+    python -m benchmarks.train_stage --captured runs/smollm2_gpu  those of a run, and how good both drafters are
 
 3 epochs, packs of 4,096; random states are 2,000 rows in SmolLM2's shape. The caches of compiled kernels are empty in
 the first turn and kept for the second. Both train on the same rows and hold out the same ones, with one vocabulary.
@@ -20,10 +20,11 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import train as bench
-
-from drafter import checkpoint, config, contracts, data, draft, scratch, states, verifier
+from benchmarks import train as bench
+from drafter import config, contracts
+from drafter.extract import states
+from drafter.target import head
+from drafter.train import checkpoint, draft_model, examples, random_init
 
 VALIDATION_SHARE = 0.1
 SMOLLM2 = bench.Shape(576, 1536, 9, 3, 64, 49152, 32000, pack=4096, row=300)
@@ -101,12 +102,12 @@ def config_of(line: list[str]) -> config.Config:
     return config.load(Path(line[2]), [part for part in line if "=" in part])
 
 
-def split_rows(run_config: config.Config) -> tuple[list[data.Example], list[data.Example]]:
+def split_rows(run_config: config.Config) -> tuple[list[examples.Example], list[examples.Example]]:
     """Rows that train and rows that are held out, as stage 04 splits them."""
     target, train = run_config.target, run_config.train
-    entries = data.read_index(run_config.stage_dir("02_hidden_states"))
-    return data.split(
-        data.examples(entries, target.max_seq_len, train.ttt_steps, contracts.Counts()), train.validation_share
+    entries = examples.read_index(run_config.stage_dir("02_hidden_states"))
+    return examples.split(
+        examples.examples(entries, target.max_seq_len, train.ttt_steps, contracts.Counts()), train.validation_share
     )
 
 
@@ -176,7 +177,7 @@ def make_library_run(folder: Path, ours: list[str]) -> tuple[list[str], int]:
     rows = Dataset.from_dict(columns)
     rows.set_format("torch")
     rows.save_to_disk(str(dataset))
-    kept = scratch.draft_vocabulary(data.token_counts(training, captured, vocab), draft_vocab).numpy()
+    kept = random_init.draft_vocabulary(examples.token_counts(training, captured, vocab), draft_vocab).numpy()
     marked = np.zeros(vocab, dtype=bool)
     marked[kept] = True
     np.save(dataset / f"d2t-{draft_vocab}.npy", kept - np.arange(draft_vocab))
@@ -234,7 +235,7 @@ def best_of(run_config: config.Config, own: Path) -> torch.nn.Module:
     """The best step of a stage 04, as a model of speculators' class."""
     target = run_config.target
     weights, settings = checkpoint.read_draft(checkpoint.best_step(own))
-    return bench.library_model(draft.build(weights, settings, verifier.read_verifier(target.model), target))
+    return bench.library_model(draft_model.build(weights, settings, head.read_verifier(target.model), target))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What verifying every row costs training: loader waiting with and without checksums, at the pace of a training step.
 
-    python benchmarks/train_verify.py [--workers 4] [--gb 12] [--rate 20000] [--folder /data/tmp]
+    python -m benchmarks.train_verify [--workers 4] [--gb 12] [--rate 20000] [--folder /data/tmp]
 
 Kimi-shaped rows (57,344 B a token) are written, then read twice by the loader: in the first epoch each row is
 compared with its checksum, in the second none is. Each epoch is run at a consumer's pace (--rate) and unpaced, from
@@ -10,13 +10,9 @@ files outside the page cache and in it. Figures are printed as `METRIC name valu
 import argparse
 import itertools
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 LAYER_IDS, HIDDEN, VOCAB, ROW, PACK, STEPS = (2, 30, 58, 61), 7168, 163840, 2048, 8192, 3
 
@@ -31,20 +27,23 @@ def main() -> None:
 
     import torch
 
-    from drafter import contracts, data
+    from drafter import contracts
+    from drafter.train import examples
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         folder = Path(place)
         entries = write(folder, max(8, round(arguments.gb * 1e9 / (ROW * HIDDEN * 8))))
-        rows = data.examples(entries, PACK, STEPS, contracts.Counts(total=len(entries)))
+        rows = examples.examples(entries, PACK, STEPS, contracts.Counts(total=len(entries)))
         for cache, rate in itertools.product(("cold", "warm"), (arguments.rate, None)):
-            reader = data.Reader(folder, LAYER_IDS, HIDDEN, VOCAB, STEPS, think_end=None, pin=device.type == "cuda")
+            reader = examples.Reader(
+                folder, LAYER_IDS, HIDDEN, VOCAB, STEPS, think_end=None, pin=device.type == "cuda"
+            )
             for verified in ("verified", "not_verified"):
                 if cache == "cold":
                     forget([folder / entry.path for entry in entries])
                 used = time.process_time()
-                tokens, seconds, waited = epoch(data, reader, device, arguments.workers, rows, rate)
+                tokens, seconds, waited = epoch(examples, reader, device, arguments.workers, rows, rate)
                 name = f"{cache}_{'paced' if rate else 'unpaced'}_{verified}"
                 print(f"METRIC {name}_tokens_per_s {tokens / seconds:.0f}", flush=True)
                 print(f"METRIC {name}_cpu_s {time.process_time() - used:.2f}", flush=True)
@@ -55,7 +54,8 @@ def main() -> None:
 def write(folder: Path, count: int) -> list:
     import torch
 
-    from drafter import contracts, states
+    from drafter import contracts
+    from drafter.extract import states
 
     hidden, entries = torch.randn(ROW, len(LAYER_IDS), HIDDEN).bfloat16(), []
     for index in range(count):

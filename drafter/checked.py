@@ -11,7 +11,7 @@ from typing import Any, NotRequired, get_args, get_origin, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic refuses typing's own before Python 3.12
 
-from drafter import artifacts
+from drafter import files
 from drafter.errors import ContractError, StageError
 
 OPEN = with_config(ConfigDict(strict=True, extra="allow"))  # unlisted fields are kept as they are
@@ -50,7 +50,7 @@ def read(path: Path, kind: Any) -> dict[str, Any]:
 
 def lines(path: Path, kind: Any, remedy: str = "", journal: bool = False) -> Iterator[Any]:
     """The records of a JSONL file. Raises FileNotFoundError, or ContractError with the file, record and field."""
-    for number, record in enumerate(artifacts.read_jsonl(path, journal=journal), 1):
+    for number, record in enumerate(files.read_jsonl(path, journal=journal), 1):
         try:
             yield check(kind, record)
         except ContractError as why:

@@ -37,7 +37,7 @@ from drafter.config_types import (
     in_home,
 )
 from drafter.errors import ConfigError
-from drafter.model_folder import Architecture, read_added_tokens, read_architecture
+from drafter.target.model_folder import Architecture, read_added_tokens, read_architecture
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,7 +57,7 @@ class Run(Section):
     take: dict[StageName, LocalPath] = Field(
         {}, description="finished stages of other runs: stage -> that stage's folder; read, never written"
     )
-    keep: tuple[StageName, ...] = Field((), description="stages that `drafter.artifacts clean` never proposes")
+    keep: tuple[StageName, ...] = Field((), description="stages that `drafter.disk clean` never proposes")
     on_event: str | None = Field(None, description="a command, run with EVENT, STAGE and RUN in its environment")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from drafter.arguments import Parser
+from drafter.cli import Parser
 from drafter.config import Config
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from drafter import artifacts, checked
+from drafter import checked, files
 from drafter.errors import ContractError
 
 SCHEMA = 1  # of rows, hidden-state files and the index; part of every fingerprint
@@ -139,7 +139,7 @@ class Row:
 
 def read_rows(path: Path, journal: bool = False) -> Iterator[tuple[int, Row]]:
     """(offset of its line, row) for each row of a shard, or of a `journal`. Raises ContractError on a broken one."""
-    for number, (offset, record) in enumerate(artifacts.read_placed(path, journal=journal), 1):
+    for number, (offset, record) in enumerate(files.read_placed(path, journal=journal), 1):
         try:
             row = Row.from_record(record)
         except ContractError as error:

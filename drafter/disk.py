@@ -1,6 +1,6 @@
 """What runs hold on the data volume, and what of it can go.
 
-By hand: `python -m drafter.artifacts du|clean --config FILE`. `clean` proposes; `--yes` frees.
+By hand: `python -m drafter.disk du|clean --config FILE`. `clean` proposes; `--yes` frees.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import artifacts, config, locks, run_locks, stage
+from drafter import config, files, locks, run_locks, stage
 from drafter.errors import ConfigError, StageError
 
 log = logging.getLogger("drafter")
@@ -63,7 +63,7 @@ def survey(run_config: config.Config) -> list[Held]:
     runs = runs_in(run_config.run.dir)
     needed = _needed(runs)
     for run in runs:
-        left = [path.name for name in FREED_BY for path in sorted(run.glob(f"{name}.*{artifacts.PART}"))]
+        left = [path.name for name in FREED_BY for path in sorted(run.glob(f"{name}.*{files.PART}"))]
         for name in [*config.STAGES, *left]:
             folder = run / name
             if folder.is_dir() and not folder.is_symlink():
@@ -99,7 +99,7 @@ def _status(folder: Path) -> str:
 
 def _judge(run: Path, name: str, run_config: config.Config, needed: dict[Path, str]) -> tuple[bool, str]:
     """Whether a stage folder that is not in use may go, and why or why not."""
-    if name.endswith(artifacts.PART):
+    if name.endswith(files.PART):
         return True, "left by an interrupted clean"
     if name not in FREED_BY:
         return False, "small and the result"
@@ -162,10 +162,10 @@ def clean(held: list[Held], freed_log: Path, also: tuple[str, ...] = ()) -> int:
             log.info("%s is kept: %s", each.folder, error)
             continue
         freed += each.bytes
-        with artifacts.Journal(freed_log) as journal:
+        with files.Journal(freed_log) as journal:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             journal.append({"freed": str(each.folder), "bytes": each.bytes, "at": now})
-        log.info("freed %s, %s", each.folder, artifacts.size(each.bytes))
+        log.info("freed %s, %s", each.folder, files.size(each.bytes))
     return freed
 
 
@@ -173,10 +173,10 @@ def _free(each: Held) -> None:
     """Raises ConfigError when a process works there or reads it."""
     with run_locks.removing(each.run, each.stage):
         doomed = each.folder
-        if doomed.suffix != artifacts.PART:
+        if doomed.suffix != files.PART:
             # What an interrupted removal leaves must not look like the stage's folder.
-            doomed = doomed.rename(doomed.with_name(f"{doomed.name}.{os.getpid()}{artifacts.PART}"))
-            artifacts.fsync_dir(each.run)
+            doomed = doomed.rename(doomed.with_name(f"{doomed.name}.{os.getpid()}{files.PART}"))
+            files.fsync_dir(each.run)
         shutil.rmtree(doomed)
 
 
@@ -186,7 +186,7 @@ def table(held: list[Held]) -> str:
         (
             each.run.name,
             each.stage,
-            artifacts.size(each.bytes),
+            files.size(each.bytes),
             each.status,
             "free" if each.proposed else "keep",
             each.why,
@@ -195,15 +195,15 @@ def table(held: list[Held]) -> str:
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"{artifacts.size(sum(each.bytes for each in held))} in all"])
+    return "\n".join([*lines, f"{files.size(sum(each.bytes for each in held))} in all"])
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = stage.tool_parser(__doc__, "python -m drafter.artifacts")
+    arguments = stage.tool_parser(__doc__, "python -m drafter.disk")
     arguments.add_argument("verb", choices=("du", "clean"))
     arguments.add_argument("folders", nargs="*", metavar="RUN/STAGE", help="clean these too, exported or not")
     arguments.add_argument("--yes", action="store_true", help="really free what clean proposes")
-    return stage.run_tool("artifacts", _command, arguments, argv)
+    return stage.run_tool("disk", _command, arguments, argv)
 
 
 def _command(run_config: config.Config, args: argparse.Namespace) -> None:
@@ -220,9 +220,13 @@ def _command(run_config: config.Config, args: argparse.Namespace) -> None:
                 print(f"keeps {each.folder}: {each.why}")
     if args.verb == "clean" and args.yes:
         freed = clean(held, run_config.run.dir / FREED_LOG, tuple(args.folders))
-        print(f"{artifacts.size(freed)} freed")
+        print(f"{files.size(freed)} freed")
     elif args.verb == "clean":
         would = list(chosen(held, tuple(args.folders)))
         for each in would:
-            print(f"would free {each.folder}, {artifacts.size(each.bytes)}")
-        print(f"{artifacts.size(sum(each.bytes for each in would))} would be freed with --yes")
+            print(f"would free {each.folder}, {files.size(each.bytes)}")
+        print(f"{files.size(sum(each.bytes for each in would))} would be freed with --yes")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

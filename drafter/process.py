@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from drafter import interrupts
+from drafter import signals
 from drafter.errors import ConfigError, ResumableError
 
 ROOT = Path(__file__).parents[1]
@@ -177,7 +177,7 @@ def run_all(
     started: list[subprocess.Popen] = []
     try:
         for line in lines:
-            with interrupts.held():
+            with signals.held():
                 started.append(_start(line, start_new_session=True, **pipes, **text, **options))
         outputs = [each.communicate(timeout=timeout) for each in started]
     except subprocess.TimeoutExpired as error:

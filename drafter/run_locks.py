@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from drafter import artifacts, config, interrupts, locks
+from drafter import config, files, locks, signals
 from drafter.errors import ConfigError
 
 log = logging.getLogger("drafter")
@@ -47,7 +47,7 @@ def stage(
             raise
         refuse_beside_pipeline(run_dir, name)  # one that began since
         if own is None:
-            artifacts.sweep(folder)
+            files.sweep(folder)
         yield
 
 
@@ -88,7 +88,7 @@ def pipeline(run_config: config.Config) -> Iterator[None]:
         for name in config.STAGES:
             _wait_for_stage(run_dir / name)
         for place in (run_dir, run_dir / "servers"):
-            artifacts.sweep(place, below=False)
+            files.sweep(place, below=False)
         yield
 
 
@@ -104,7 +104,7 @@ def _wait_for_stage(folder: Path) -> None:
         if not said:
             log.info("waiting for a stage of a pipeline that was killed%s to stop", locks.describe(busy[0]))
             said = True
-        interrupts.check()
+        signals.check()
         time.sleep(0.2)
 
 
@@ -119,7 +119,7 @@ def removing(run_dir: Path, name: str) -> Iterator[None]:
 
     Raises ConfigError while the run's pipeline or any of its stages works, or another process reads the folder.
     """
-    with locks.locked(run_dir, "drafter.artifacts clean"), locks.locked(run_dir / name, "drafter.artifacts clean"):
+    with locks.locked(run_dir, "drafter.disk clean"), locks.locked(run_dir / name, "drafter.disk clean"):
         for stage_name in config.STAGES:
             for place in workers(run_dir / stage_name):
                 if place != run_dir / name:

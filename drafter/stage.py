@@ -17,19 +17,19 @@ from typing import Any
 import yaml
 
 from drafter import (
-    artifacts,
     checked,
     config,
     contracts,
-    interrupts,
+    files,
     locks,
-    notes,
     process,
+    run_files,
     run_locks,
+    signals,
     strict_yaml,
     torchrun_env,
 )
-from drafter.arguments import Parser, positive
+from drafter.cli import Parser, positive
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 from drafter.versions import versions
 
@@ -102,7 +102,7 @@ class Stage:
         self._before = (read_manifest(self.folder) or {"seconds": 0})["seconds"]
         self._question = self.question(keys)  # only now: a refusal must not write over the old manifest
         self.folder.mkdir(parents=True, exist_ok=True)
-        artifacts.write_text(self.folder / "config.yaml", self.config.dump())
+        files.write_text(self.folder / "config.yaml", self.config.dump())
         self._write_manifest("running")
 
     def refuse_another_question(self) -> None:
@@ -152,7 +152,7 @@ class Stage:
             manifest["error"] = error
         if status == "running":
             manifest["process"] = process.identity(os.getpid())
-        artifacts.write_json(self.manifest_path, manifest)
+        files.write_json(self.manifest_path, manifest)
         return manifest
 
 
@@ -164,14 +164,14 @@ def _identity(run_config: config.Config, key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
     if isinstance(node, Path):
-        return artifacts.fingerprint_path(node)
+        return files.fingerprint_path(node)
     return None if node is None else run_config.value(key)  # an earlier version may have had other settings
 
 
 def read_manifest(folder: Path) -> dict | None:
     """A stage's manifest, or None when the stage has not begun. Raises ContractError on a broken file."""
     try:
-        found = checked.load(folder / "manifest.json", notes.Manifest, remedy=MEND_MANIFEST)
+        found = checked.load(folder / "manifest.json", run_files.Manifest, remedy=MEND_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return {"status": "unknown", "facts": {}, "seconds": 0} | found
@@ -181,7 +181,7 @@ def read_resolved(folder: Path) -> dict | None:
     """The config that a stage was made with, or None when there is none. Raises ContractError on a broken file."""
     path = folder / "config.yaml"
     try:
-        return checked.check(notes.Resolved, strict_yaml.load(path.read_text()))
+        return checked.check(run_files.Resolved, strict_yaml.load(path.read_text()))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (yaml.YAMLError, ValueError, RecursionError, ContractError) as error:
@@ -228,7 +228,7 @@ def run_tool(
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
-        with interrupts.listening(*interrupts.wanted()):
+        with signals.listening(*signals.wanted()):
             args = arguments.parse_args(argv)
             code = body(config.load(args.config, args.overrides), args)
             sys.stdout.flush()
@@ -255,7 +255,7 @@ def run(
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for noisy in ("httpx", "httpx2", "httpcore", "openai"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    interrupts.listen(*interrupts.wanted())
+    signals.listen(*signals.wanted())
     stage: Stage | None = None
     try:
         args = arguments.parse_args(argv)

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 import yaml
 
-from drafter import config, contracts, data, interrupts, stage, states, torchrun_env
-from drafter import train as train_stage
+from drafter import config, contracts, signals, stage, torchrun_env
+from drafter.extract import states
+from drafter.train import examples
+from drafter.train import stage as train_stage
 from tests import tiny_models
 
 HIDDEN, VOCAB, LAYER_IDS = tiny_models.HIDDEN, tiny_models.VOCAB, tiny_models.LAYER_IDS
@@ -87,7 +89,7 @@ def train(path: Path, *overrides: str, limit: int | None = None) -> tuple[int, d
     """Run stage 04 in this process: exit code and summary line."""
     argv = ["--config", str(path), *(part for override in overrides for part in ("--set", override))]
     argv += ["--limit", str(limit)] if limit else []
-    handlers = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -155,4 +157,4 @@ def metrics(path: Path, kind: str = "train") -> list[dict]:
 
 def lowest(conv_id: str, others: list[str]) -> bool:
     """Whether `conv_id` is the first conversation that validation takes."""
-    return all(data._fraction(conv_id) < data._fraction(other) for other in others)
+    return all(examples._fraction(conv_id) < examples._fraction(other) for other in others)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from drafter import config, default_model, server
+from drafter import config
+from drafter.serve import roles
+from drafter.target import default_model
 from tests import tiny_models
 
 CPU_CONFIG = config.ROOT / "configs/smollm2_cpu.yaml"
@@ -46,7 +48,7 @@ def serve(role: config.Role, folder: Path, overrides: list[str], path: Path = CP
     """Serve a role of a config on a free port, its run below `folder`."""
     url = f"http://127.0.0.1:{free_port()}"
     run_config = config.load(path, [*overrides, f"run.dir={folder}", f"servers.{role}.url={url}"])
-    with server.serving(run_config, role):
+    with roles.serving(run_config, role):
         yield Served(role, run_config)
 
 

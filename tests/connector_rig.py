@@ -14,8 +14,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
-from drafter import states, writer
-from drafter.connector import HiddenStatesWriter
+from drafter.extract import states, writer
+from drafter.extract.connector import HiddenStatesWriter
 
 BLOCK = 16
 
@@ -98,7 +98,7 @@ class Rig:
 
 
 def in_a_thread(arena: int, pipe: Connection, size: int, threads: int) -> SimpleNamespace:
-    """Instead of `drafter.writer.start`: the writing process's work in this one, where a test can reach into it."""
+    """Instead of `drafter.extract.writer.start`: the writer's work in this process, where a test can reach it."""
     theirs = Connection(os.dup(pipe.fileno()))
     work = (mmap.mmap(arena, size), theirs, threads, os.getppid())
     thread = threading.Thread(target=writer.serve, args=work, daemon=True)

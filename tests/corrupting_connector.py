@@ -7,8 +7,8 @@ wrong layer is at hand.
 from dataclasses import replace
 from pathlib import Path
 
-from drafter.connector import HiddenStatesWriter
-from drafter.verifier import read_verifier
+from drafter.extract.connector import HiddenStatesWriter
+from drafter.target.head import read_verifier
 
 
 class CorruptingWriter(HiddenStatesWriter):

@@ -10,7 +10,7 @@ make_environment requirements-test.txt
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 if (($#)); then exec "$PYTHON" -m pytest -q "$@"; fi
-"$PYTHON" -m drafter.default_model > /dev/null # once, before both sorts of tests want it
+"$PYTHON" -m drafter.target.default_model > /dev/null # once, before both sorts of tests want it
 
 # Tests that wait for a vLLM server leave room for the others beside them.
 log=$(mktemp)

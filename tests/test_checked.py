@@ -7,34 +7,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import CPU_CONFIG
 
-from drafter import (
-    acceptance,
-    card,
-    checkpoint,
-    comparison,
-    config,
-    data,
-    engine,
-    export,
-    mix,
-    model_folder,
-    native,
-    prompt_sets,
-    prompts,
-    report,
-    scratch,
-    served,
-    stage,
-    status,
-    worklist,
-)
-from drafter.decoding import Decoded
+from drafter import config, stage
+from drafter.acceptance import comparison, model_card, prompt_sets
+from drafter.acceptance import stage as acceptance
 from drafter.errors import LONGEST_MESSAGE, StageError
-from drafter.prompts import Requests
-from tests import test_notes, tiny_models
+from drafter.export import stage as export
+from drafter.extract import worklist
+from drafter.generate import mix, prompts
+from drafter.generate.prompts import Requests
+from drafter.pipeline import engine_check, status
+from drafter.pipeline.report import page as report
+from drafter.serve import smoke_record
+from drafter.serve.decoding import Decoded
+from drafter.target import eagle3_folder, model_folder
+from drafter.train import checkpoint, examples, random_init
+from tests import test_run_files, tiny_models
 from tests.captured import row_id
+from tests.conftest import CPU_CONFIG
 from tests.test_contracts import row
 
 DEEP = "@deep@"  # stands for more brackets than a parser takes
@@ -129,7 +119,7 @@ REQUEST = {
 }  # fmt: skip
 TABLE = {"conversations": 3, "requests": 2, "rejected": {"held_out": 1}}
 META = {"key": "k", "sha256": "s", "sources": {"s": TABLE}, "read": {"s": "so"}, "held_out": {"s": 1}}
-SMOKE = {"length": 1.5, "tallies": [[3] + [1] * served.DRAFT_TOKENS]}
+SMOKE = {"length": 1.5, "tallies": [[3] + [1] * smoke_record.DRAFT_TOKENS]}
 STATE = {"step": 4, "validated": 4, "expected_acceptance": 1.5}
 MANIFEST = {
     "stage": "04_train", "status": "complete", "in": 3, "out": 3, "rejected": {}, "pending": 0, "seconds": 9.5,
@@ -161,7 +151,7 @@ def in_folder(name: str):
 
 FORMATS = {
     "row": (in_folder("01b_synthetic/shard-00000.jsonl"), the_row(), lambda lab, _: worklist.read_items(lab.config)),
-    "index": (in_folder("02_hidden_states/index.jsonl"), entry(), lambda lab, path: data.read_index(path.parent)),
+    "index": (in_folder("02_hidden_states/index.jsonl"), entry(), lambda lab, path: examples.read_index(path.parent)),
     "held_out": (in_folder("01b_synthetic/held_out.jsonl"), PROMPT, lambda lab, _: prompt_sets.read(lab.config)),
     "unit": (
         in_folder("06_acceptance/units/9a.json"), DECODED,
@@ -181,15 +171,16 @@ FORMATS = {
         lambda lab, path: (
             model_folder.read_architecture.cache_clear(),
             lab.config.check_against_model(),
-            scratch.first_config(lab.config.target, None, None),
+            random_init.first_config(lab.config.target, None, None),
         ),
     ),
     "drafter": (
         lambda lab: lab.drafter / "config.json", None,
-        lambda lab, path: (native.check_settings(lab.config), native.check_folder(path.parent, lab.config.target)),
+        lambda lab, path: (eagle3_folder.check_settings(lab.config), eagle3_folder.check_folder(path.parent,
+        lab.config.target)),
     ),
     "acceptance": (
-        in_folder("06_acceptance/acceptance.json"), ACCEPTANCE, lambda lab, _: card._acceptance(lab.config)
+        in_folder("06_acceptance/acceptance.json"), ACCEPTANCE, lambda lab, _: model_card._acceptance(lab.config)
     ),
     "rejected": (
         in_folder("01b_synthetic/rejected.jsonl"), REJECTED, lambda lab, path: prompts.read_rejections(path.parent)
@@ -209,12 +200,13 @@ OPTIONAL = {
         lambda lab, path: worklist.present(path.parents[1], []),
     ),
     "engine.json": (
-        in_folder("../engine.json"), {"k": {"eagle3": True, "refused": {}}}, lambda lab, _: engine._kept(lab.config)
+        in_folder("../engine.json"), {"k": {"eagle3": True, "refused": {}}},
+        lambda lab, _: engine_check._kept(lab.config)
     ),
     "smoke.json": (
         in_folder("../smoke.json"),
-        lambda lab: {"k": dict(zip(("drafter", "target"), served._models(lab.config), strict=True)) | SMOKE},
-        lambda lab, _: served.find(lab.config),
+        lambda lab: {"k": dict(zip(("drafter", "target"), smoke_record._models(lab.config), strict=True)) | SMOKE},
+        lambda lab, _: smoke_record.find(lab.config),
     ),
     "config.yaml": (
         in_folder("04_train/config.yaml"), {"run": {"keep": []}, "target": {"model": "m"}},
@@ -271,13 +263,13 @@ def test_a_damaged_file_that_can_be_done_without_is_no_traceback(name, lab):
     path.unlink()
 
 
-@pytest.mark.parametrize("name", sorted(test_notes.FILES))
+@pytest.mark.parametrize("name", sorted(test_run_files.FILES))
 def test_the_pages_of_a_run_are_made_whatever_its_files_hold(name, tmp_path, model):
     """Seam L3, for pipeline.json, plan.json and all that `status` and the report read."""
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
-    files = test_notes.the_files(run)
-    test_notes.pages(run, files)
-    path, generator = run.run_dir / test_notes.FILES[name], random.Random(name)
+    files = test_run_files.the_files(run)
+    test_run_files.pages(run, files)
+    path, generator = run.run_dir / test_run_files.FILES[name], random.Random(name)
     for _ in range(CASES // 5):
         path.write_bytes(broken := damaged(compact(files[name]), generator))
         try:

@@ -7,8 +7,12 @@ from datetime import datetime
 import pytest
 import yaml
 
-from drafter import arguments, config, launch, model_folder, preflight, worklist
+from drafter import cli, config
 from drafter.errors import LONGEST_MESSAGE, ConfigError
+from drafter.extract import worklist
+from drafter.pipeline import preflight
+from drafter.serve import vllm_command
+from drafter.target import model_folder
 
 DEFAULT = config.ROOT / "configs/smollm2_cpu.yaml"
 
@@ -319,7 +323,7 @@ def test_secrets_never_reach_a_written_config_and_the_written_one_says_where_the
     assert any("export CLIENT_SECRET" in line for line in preflight.servers(config.load(tmp_path / "config.yaml")))
     for name in SECRETS:
         monkeypatch.setenv(name, f"exported {name}")
-    assert launch.environment(server)["HF_TOKEN"] == "exported HF_TOKEN"
+    assert vllm_command.environment(server)["HF_TOKEN"] == "exported HF_TOKEN"
 
 
 @pytest.mark.parametrize(
@@ -379,7 +383,7 @@ def test_a_shortened_message_says_how_much_is_missing():
 @pytest.mark.parametrize("text", ["\u0663", "\u00b2", "\u0661\u0662", "0", "-1", "+1", "1_0", " 1", "9" * 5000, ""])
 def test_a_count_is_written_in_ascii_digits(text):
     with pytest.raises(argparse.ArgumentTypeError):
-        arguments.positive(text)
+        cli.positive(text)
     for refused in (f"prompts.{text}.count=1", f"prompts.{text}.name=x"):
         if text != "0":
             with pytest.raises(ConfigError):
@@ -390,13 +394,13 @@ def test_a_count_is_written_in_ascii_digits(text):
 
 def test_a_time_is_written_in_ascii_digits():
     with pytest.raises(ConfigError, match="HH:MM"):
-        arguments.next_time("\u0660\u0667:\u0660\u0660", datetime(2026, 11, 29))
+        cli.next_time("\u0660\u0667:\u0660\u0660", datetime(2026, 11, 29))
 
 
 @pytest.mark.parametrize("blank", ["", " "])
 def test_a_blank_name_of_a_config_is_refused(blank):
     """It ran the default config."""
     with pytest.raises(ConfigError, match="blank"):
-        arguments.read([blank])
+        cli.read([blank])
     with pytest.raises(ConfigError, match="blank"):
         config.load(blank)

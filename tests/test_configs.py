@@ -12,9 +12,11 @@ from typing import get_args
 import pytest
 import yaml
 
-from drafter import config, config_reference, prompts, readiness, server, systemd
+from drafter import config, config_reference
 from drafter.config import ROOT
 from drafter.errors import ConfigError
+from drafter.generate import prompts
+from drafter.serve import readiness, roles, systemd
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 UNITS = sorted((ROOT / "configs/systemd").glob("*.service"))
@@ -145,7 +147,7 @@ def test_a_unit_serves_what_its_role_asks_for(path, kimi):
 
 def test_the_extract_unit_captures_what_the_config_asks_for(kimi):
     line = command_of(ROOT / "configs/systemd/vllm-kimi-k25-extract.service")
-    built = server.command(kimi, "extract")
+    built = roles.command(kimi, "extract")
     for flag in ("--speculative-config", "--kv-transfer-config"):
         unit, ours = (json.loads(each[each.index(flag) + 1]) for each in (line, built))
         for settings in (unit, ours):

@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CPU_CONFIG
 
-from drafter import artifacts, config, disk, engine, locks, served, target_weights
+from drafter import config, disk, files, locks
 from drafter.errors import ConfigError
+from drafter.pipeline import engine_check
+from drafter.serve import smoke_record
+from drafter.target import weights_fingerprint
+from tests.conftest import CPU_CONFIG
 from tests.holding import held
 
 
@@ -54,14 +57,14 @@ def test_clean_frees_states_and_checkpoints_of_exported_runs_alone_and_logs_it(r
     before = folders(runs)
     assert call(runs, "clean", "--yes") == 0
     assert before - folders(runs) == {"exported/02_hidden_states", "exported/04_train"}
-    freed = list(artifacts.read_jsonl(runs / "freed.jsonl"))
+    freed = list(files.read_jsonl(runs / "freed.jsonl"))
     assert len(freed) == 2 and all(record["bytes"] >= 100_000 for record in freed)
 
 
 FULL = """
 mount -t tmpfs -o size=2m none "$1" || exit 99
 cp -a "$2/." "$1" && cat /dev/zero > "$1/filler"
-"$3" -m drafter.artifacts clean --yes --set "run.dir=$1" && ls -d "$1"/*/0* >&2
+"$3" -m drafter.disk clean --yes --set "run.dir=$1" && ls -d "$1"/*/0* >&2
 """
 
 
@@ -205,7 +208,7 @@ def test_nobody_begins_to_work_in_a_run_while_one_of_its_folders_is_deleted(runs
     real = disk.shutil.rmtree
     monkeypatch.setattr(disk.shutil, "rmtree", rmtree)
     assert call(runs, "clean", "--set", f"run.keep=[{WEIGHTS}]", "--yes") == 0
-    assert len(refused) == 2 and all("drafter.artifacts clean" in line for line in refused)
+    assert len(refused) == 2 and all("drafter.disk clean" in line for line in refused)
 
 
 def test_what_a_killed_clean_leaves_is_no_stage_and_goes_with_the_next(runs, monkeypatch, capsys):
@@ -257,7 +260,7 @@ def test_what_no_run_made_is_named_and_left_alone(runs, capsys, tmp_path_factory
 
 def test_the_files_that_runs_share_are_ours():
     """Seam I: each module that keeps a file in run.dir."""
-    assert {served.NAME, engine.KEPT, target_weights.CACHE, "freed.jsonl"} == set(disk.BESIDE_RUNS)
+    assert {smoke_record.NAME, engine_check.KEPT, weights_fingerprint.CACHE, "freed.jsonl"} == set(disk.BESIDE_RUNS)
 
 
 def test_a_small_folder_has_a_size(runs, capsys):

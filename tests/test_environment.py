@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CPU_CONFIG, free_port
 
-from drafter import config, launch, parallel, process, stage, torchrun_env, writer
+from drafter import config, process, stage, torchrun_env
+from drafter.extract import writer
+from drafter.serve import vllm_command
+from drafter.train import distributed
+from tests.conftest import CPU_CONFIG, free_port
 
 RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"}
 
@@ -40,7 +43,7 @@ def test_without_torchrun_rank_and_its_like_mean_nothing(monkeypatch):
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(torchrun_env.MARK, raising=False)
-    own = parallel.Ranks()
+    own = distributed.Ranks()
     assert (own.rank, own.world, own.main, stage.is_main_process()) == (0, 1, True, True)
     monkeypatch.setenv(torchrun_env.MARK, "1")
     assert stage.is_main_process() is False
@@ -57,14 +60,14 @@ def test_a_server_is_no_rank_of_another_program(load, monkeypatch):
     """Seam B19"""
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
-    assert not set(launch.environment(load().servers.generate)) & set(torchrun_env.VARIABLES)
+    assert not set(vllm_command.environment(load().servers.generate)) & set(torchrun_env.VARIABLES)
 
 
 def test_a_server_command_imports_nothing_from_the_callers_folder(load, elsewhere):
     """Seam B06: `-m` and `-c` put it first."""
-    environment = launch.environment(load().servers.generate)
+    environment = vllm_command.environment(load().servers.generate)
     asked = "import drafter, torch, yaml; print(drafter.__file__)"
-    for line in ([sys.executable, "-c", asked], [sys.executable, "-m", "drafter.torchrun", "--help"]):
+    for line in ([sys.executable, "-c", asked], [sys.executable, "-m", "drafter.pipeline.torchrun", "--help"]):
         done = process.run(line, timeout=120, env=environment)
         assert done.returncode == 0, done.stderr
     assert not (elsewhere / "imported").exists()

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_acceptance import COMMA, PROMPTS, make_run, one_word_drafter, one_word_length, script
 
-from drafter import checkpoint, config, torchrun_env
+from drafter import config, torchrun_env
+from drafter.train import checkpoint
 from tests import captured, tiny_models
+from tests.acceptance.test_stage import COMMA, PROMPTS, make_run, one_word_drafter, one_word_length, script
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without torch.compile, which takes a minute
 ARGS = {"dtype": "bfloat16", "max-model-len": 1024, "gpu-memory-utilization": 0.3, "compilation-config": GRAPHS}

@@ -10,13 +10,13 @@ import textwrap
 
 import pytest
 
-from drafter import artifacts, config
+from drafter import config, files
 
 # A child that reports every fsync, with the bytes it made durable, and then does nothing more.
 CHILD = """
     import asyncio, os, signal, sys
     from pathlib import Path
-    from drafter import artifacts
+    from drafter import files as artifacts
 
     real = os.fsync
     def fsync(descriptor):
@@ -49,7 +49,7 @@ def child(path, end, sync_seconds):
 
 
 def rows(path):
-    return [record["row"] for record in artifacts.read_jsonl(path, journal=True) if record["row"] >= 0]
+    return [record["row"] for record in files.read_jsonl(path, journal=True) if record["row"] >= 0]
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -96,7 +96,7 @@ def syncs(monkeypatch):
 
 def test_what_is_appended_during_a_sync_is_synced_again(tmp_path, syncs):
     """Seam M9"""
-    journal = artifacts.Journal(tmp_path / "journal.jsonl", sync_seconds=0)
+    journal = files.Journal(tmp_path / "journal.jsonl", sync_seconds=0)
     journal.append({"row": 0})
     first = syncs.asked.get(timeout=30)
     journal.append({"row": 1})
@@ -110,7 +110,7 @@ def test_what_is_appended_during_a_sync_is_synced_again(tmp_path, syncs):
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_sync_that_fails_in_the_background_is_raised_by_whatever_comes_next(tmp_path, syncs, number):
     """Seam M9"""
-    journal = artifacts.Journal(tmp_path / "journal.jsonl", sync_seconds=0)
+    journal = files.Journal(tmp_path / "journal.jsonl", sync_seconds=0)
     failed = OSError(number, os.strerror(number))
     syncs.answers.put(failed)
     journal.append({"row": 0})
@@ -127,7 +127,7 @@ def test_a_sync_that_fails_in_the_background_is_raised_by_whatever_comes_next(tm
 def test_a_full_disk_is_raised_by_the_append_that_met_it(tmp_path):
     """Seam M9: not by a later one."""
     (tmp_path / "journal.jsonl").symlink_to("/dev/full")
-    journal = artifacts.Journal(tmp_path / "journal.jsonl")
+    journal = files.Journal(tmp_path / "journal.jsonl")
     for act in (lambda: journal.append({"row": 0}), journal.close):
         with pytest.raises(OSError) as raised:
             act()
@@ -138,12 +138,12 @@ def test_two_hundred_records_a_second_cost_one_sync_a_second(tmp_path, monkeypat
     """Seam M9: one thread at a time, and one fsync for all that was appended while it waited."""
     started = []
 
-    class Thread(artifacts.threading.Thread):
+    class Thread(files.threading.Thread):
         def start(self):
             started.append(self)
 
-    monkeypatch.setattr(artifacts.threading, "Thread", Thread)
-    journal = artifacts.Journal(tmp_path / "journal.jsonl")
+    monkeypatch.setattr(files.threading, "Thread", Thread)
+    journal = files.Journal(tmp_path / "journal.jsonl")
     for number in range(200):
         journal.append({"row": number})
     assert len(started) == 1

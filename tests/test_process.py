@@ -59,7 +59,7 @@ def test_commands_are_run_to_their_end_by_one_runner_only():
     """Seam M5: whoever calls subprocess otherwise starts a process that lives on, and none waits without a bound."""
     running = {"run", "call", "check_call", "check_output", "getoutput", "Popen", "system", "popen"}
     calls: dict[str, set[str]] = {}
-    for path in (config.ROOT / "drafter").glob("*.py"):
+    for path in (config.ROOT / "drafter").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             module = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
             if module in ("subprocess", "os") and node.attr in running:

@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CPU_CONFIG
 
-from drafter import arguments, config, pipeline
+from drafter import cli, config
+from drafter.pipeline import run as pipeline
+from tests.conftest import CPU_CONFIG
 
 PAGES = (config.ROOT / "README.md", config.ROOT / "docs/operations.md")
 ELSEWHERE = ("sudo", "sed", "umask", "xdg-open", "tmux", "tests/run.sh", "journalctl", "systemctl", "operator")
@@ -32,19 +33,19 @@ def test_a_documented_command_is_understood(command, tmp_path):
         return
     here = ["--set", f"run.dir={tmp_path}"]
     if words[0] == "./run_pipeline.sh":
-        args = arguments.read(words[1:])
+        args = cli.read(words[1:])
         config.load(args.config or CPU_CONFIG, args.overrides)
         assert pipeline.chosen(args.first, args.only)
         if not args.plan and not args.status:
             return  # the pipeline's own tests run it
         words += here
-    elif words[:3] == ["python", "-m", "drafter.server"]:
-        words = [sys.executable, "-m", "drafter.server", "status", *words[4:], *here]
+    elif words[:3] == ["python", "-m", "drafter.serve"]:
+        words = [sys.executable, "-m", "drafter.serve", "status", *words[4:], *here]
     elif words[0] == "python":
         words = [sys.executable, *words[1:], *here, *(["--dry-run"] if words[1].startswith("0") else [])]
     env = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(words, cwd=config.ROOT, env=env, capture_output=True, text=True)
-    not_running = [3] if "drafter.server" in words else []
+    not_running = [3] if "drafter.serve" in words else []
     assert done.returncode in (0, *not_running), done.stderr
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from drafter import config, locks, run_locks, worklist
+from drafter import config, locks, run_locks
 from drafter.errors import ConfigError
+from drafter.extract import worklist
 from tests.conftest import CPU_CONFIG
 from tests.holding import held
 
@@ -35,7 +36,7 @@ from drafter import stage
 def body(this):
     own = None
     if this.name == "02_hidden_states":
-        from drafter import worklist
+        from drafter.extract import worklist
 
         own = partial(worklist.locked, this.folder, worklist.Share())
     this.lock(*sys.argv[2].split(), own=own)

@@ -25,7 +25,7 @@ def project(tmp_path) -> Path:
     for name in LISTS:
         (folder / name).touch()
     (folder / "drafter/__init__.py").touch()
-    (folder / "drafter/arguments.py").touch()
+    (folder / "drafter/cli.py").touch()
     (folder / "drafter/pipeline.py").write_text("import os, sys; print(sys.prefix, os.getcwd(), *sys.argv[1:])")
     return folder
 
@@ -164,7 +164,7 @@ def test_a_moved_project_keeps_its_environment_under_new_paths(project, tmp_path
 
 def test_an_interpreter_is_found_from_the_callers_folder(project, tmp_path):
     """PYTHON=.venv/bin/python is a path of the caller's, who may stand elsewhere."""
-    (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" != -P ] || [ "$3" = drafter.arguments ] || echo "$0"\n')
+    (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" != -P ] || [ "$3" = drafter.cli ] || echo "$0"\n')
     (tmp_path / "python").chmod(0o755)
     done = call([project / "run_pipeline.sh"], tmp_path, PYTHON="./python")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/./python\n", "")

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import drafter
-from drafter import checked, config, notes, stage
+from drafter import checked, config, run_files, stage
 from drafter.errors import ConfigError, ContractError, ResumableError
 from drafter.progress import Progress
 
@@ -208,7 +208,7 @@ def test_progress_is_recorded_for_programs_and_a_file_that_cannot_be_written_sto
         progress = Progress(10, "rows", done=2, every=0, record=path)
         progress.advance(5)
         progress.advance()
-    (first, last) = checked.records(tmp_path / "progress.jsonl", notes.Progressed)
+    (first, last) = checked.records(tmp_path / "progress.jsonl", run_files.Progressed)
     assert (first["done"], last["done"], last["total"], last["unit"]) == (7, 8, 10, "rows")
     assert first["at"] <= last["at"]
 
@@ -220,7 +220,9 @@ def bare(*program: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("program", [*(path.name for path in sorted(config.ROOT.glob("0*.py"))), "-m drafter.report"])
+@pytest.mark.parametrize(
+    "program", [*(path.name for path in sorted(config.ROOT.glob("0*.py"))), "-m drafter.pipeline.report"]
+)
 def test_outside_the_environment_one_line_says_where_it_is(program):
     done = bare(*program.split(), "--help")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -13,8 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from drafter import arguments, config, server, stage
+from drafter import cli, config, stage
 from drafter.errors import ConfigError, ContractError, ResumableError
+from drafter.serve import roles
 
 ROLES = {"01b_synthetic": "generate", "02_hidden_states": "extract"}
 
@@ -37,7 +38,7 @@ def body(this: stage.Stage) -> dict:
     role = ROLES.get(this.name)
     late = fake == "late" and this.args.deadline
     if role and not (late and time.time() >= late.timestamp()):
-        server.check(this.config, role)
+        roles.check(this.config, role)
     if fake == "fail":
         raise ContractError("the states are wrong")
     if fake == "talks":
@@ -53,7 +54,7 @@ def body(this: stage.Stage) -> dict:
             time.sleep(0.2)
         if fake == "lost":
             raise ContractError("the states are wrong")
-        while server.missing(this.config, role):
+        while roles.missing(this.config, role):
             time.sleep(0.2)
     if fake == "outage" and not (this.folder / "outage").exists():
         (this.folder / "outage").touch()
@@ -81,7 +82,7 @@ def pid(run_config: config.Config, role: str) -> int | None:
 
 def main(name: str) -> int:
     parser = stage.parser(__doc__)
-    parser.add_argument("--deadline", type=arguments.moment)
+    parser.add_argument("--deadline", type=cli.moment)
     parser.add_argument("--redo", action="store_true")
     return stage.run(name, body, parser, sys.argv[1:])
 

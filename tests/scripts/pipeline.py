@@ -9,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import drafter
-from drafter import locks, pipeline
+from drafter import locks
+from drafter.pipeline import run as pipeline
 
 locks.CLAIMS = Path(os.environ["FAKES"])  # of this test alone
 if not os.environ.get("PREFLIGHT"):
-    drafter.preflight = SimpleNamespace(check=lambda *_: None)
+    drafter.pipeline.preflight = SimpleNamespace(check=lambda *_: None)
 fakes = Path(os.environ["FAKES"])
 pipeline.STEPS = tuple(replace(step, script=str(fakes / f"{step.stage}.py")) for step in pipeline.STEPS)
 raise SystemExit(pipeline.main())

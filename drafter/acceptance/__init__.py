@@ -1,0 +1,1 @@
+"""Stage 06: drafters in, measured acceptance lengths and a verdict out."""

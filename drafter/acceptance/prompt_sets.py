@@ -1,0 +1,167 @@
+"""The prompts that drafters are measured on: frozen, and shown to be none of the training's."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from drafter import checked, contracts, files
+from drafter.config import ROOT, Config, Source
+from drafter.errors import ConfigError, RowError
+from drafter.generate import mix, prompts, sources
+
+HELD_OUT = "held_out"
+NGRAM = 13  # words; shorter runs are shared by chance
+SAMPLE = ROOT / "configs/prompts_sample.jsonl"
+WORD = re.compile(r"\w+")
+
+
+@checked.OPEN
+class Message(TypedDict):
+    role: str
+    content: str | None
+
+
+@checked.OPEN
+class Prompt(TypedDict):
+    """A line of held_out.jsonl: a conversation that ends in a user turn."""
+
+    conv_id: str
+    source: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Any] | None
+
+
+PromptSets = dict[str, list[Prompt]]
+
+
+def read(config: Config, limit: int | None = None) -> PromptSets:
+    """At most `acceptance.max_prompts` of each set: `acceptance.prompts`, or the run's held-out conversations.
+
+    Raises ConfigError when a set is empty, or shares a conversation with the training rows.
+    """
+    count = min(limit or config.acceptance.max_prompts, config.acceptance.max_prompts)
+    if config.acceptance.prompts:
+        sets = {source.name: _draw(config, source, count) for source in config.acceptance.prompts}
+    else:
+        path = _held_out(config)
+        if not path.exists():
+            raise ConfigError(
+                f"no held-out prompts at {path}: run 01b_generate_synthetic.py, or set acceptance.prompts"
+            )
+        sets = {
+            HELD_OUT: _shared_out(list(checked.lines(path, Prompt, "01b_generate_synthetic.py writes it")), count)
+        }
+    trained = _trained(config)
+    for name, records in sets.items():
+        if not records:
+            place = "acceptance.prompts" if config.acceptance.prompts else str(_held_out(config))
+            raise ConfigError(f"acceptance: prompt set {name} is empty ({place})")
+        if shared := [record["conv_id"] for record in records if record["conv_id"] in trained]:
+            raise ConfigError(
+                f"acceptance: {len(shared)} of {len(records)} prompts of {name} are also in the training rows (first "
+                f"conv_id {shared[0]}); measure on prompts that no drafter was trained on"
+            )
+    return sets
+
+
+def _shared_out(records: list[Prompt], count: int) -> list[Prompt]:
+    """The first `count` records in their order, every source giving its share."""
+    left = mix.shares(Counter(record["source"] for record in records), count)
+    kept = []
+    for record in records:
+        if left[record["source"]] > 0:
+            left[record["source"]] -= 1
+            kept.append(record)
+    return kept
+
+
+def _held_out(config: Config) -> Path:
+    return config.stage_dir("01b_synthetic") / prompts.HELD_OUT
+
+
+def sample(config: Config, count: int) -> list[dict]:
+    """Ordinary questions that are there before a run has any of its own."""
+    return _draw(config, Source(name="sample", path=SAMPLE), count)
+
+
+def _draw(config: Config, source: Source, count: int) -> list[dict]:
+    """`count` prompts of a source, the same for the same seed; each conversation once."""
+    source = source.model_copy(update={"count": min(count, source.count or count)})
+    drawn: dict[str, dict] = {}
+    for place, record in sources.draw(source, config.run.seed):
+        try:
+            request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
+        except RowError as error:
+            raise mix.no_prompt(source, place, error) from None
+        drawn[request.conv_id] = {
+            "conv_id": request.conv_id,
+            "source": source.name,
+            "messages": request.messages,
+            "tools": request.tools,
+        }
+    return list(drawn.values())
+
+
+def _trained(config: Config) -> set[str]:
+    """Conversations among the training rows; empty when this run has none on this machine."""
+    index = config.stage_dir("02_hidden_states") / "index.jsonl"
+    return {entry["conv_id"] for entry in files.read_jsonl(index, conv_id=str)} if index.exists() else set()
+
+
+def identity(records: list[dict]) -> str:
+    """What was asked, in order: a set with another identity is another measurement."""
+    return contracts.content_id([[record["messages"], record["tools"]] for record in records])
+
+
+def describe(sets: PromptSets, materialised: Path) -> list[dict]:
+    """Name, size, number of prompts by source, hash and overlap of each set, for the record."""
+    shared = overlap(sets, materialised)
+    return [
+        {
+            "name": name,
+            "prompts": len(records),
+            "sources": dict(sorted(Counter(record["source"] for record in records).items())),
+            "identity": identity(records),
+            "ngram_overlap": shared[name],
+        }
+        for name, records in sets.items()
+    ]
+
+
+def overlap(sets: PromptSets, materialised: Path) -> dict[str, dict | None]:
+    """For each set how many prompts share a run of NGRAM words with a training prompt (01b's `prompts.jsonl`).
+
+    Prompts shorter than that are counted under `too_short`: nothing can be said of them. None where the
+    training prompts are not on this machine.
+    """
+    if not materialised.exists():
+        return dict.fromkeys(sets)
+    # The training prompts are far more than those measured on, so it is the latter whose runs are kept.
+    runs = {name: [_runs(record) for record in records] for name, records in sets.items()}
+    wanted = {run for prompts_runs in runs.values() for run in set().union(*prompts_runs)}
+    found: set[tuple[str, ...]] = set()
+    for record in files.read_jsonl(materialised):
+        found |= wanted & _runs(record)
+    return {
+        name: {
+            "words": NGRAM,
+            "prompts": sum(bool(found & run) for run in prompts_runs),
+            "of": len(prompts_runs),
+            "too_short": sum(not run for run in prompts_runs),
+        }
+        for name, prompts_runs in runs.items()
+    }
+
+
+def _runs(record: dict) -> set[tuple[str, ...]]:
+    """Every NGRAM words in a row of the user's turns."""
+    result: set[tuple[str, ...]] = set()
+    for message in record["messages"]:
+        if message["role"] == "user":
+            words = WORD.findall(message["content"].lower())
+            result.update(zip(*(words[start:] for start in range(NGRAM)), strict=False))
+    return result

@@ -1,0 +1,294 @@
+"""Stage 06: how many tokens are accepted per step, served, on the same frozen prompts for every drafter.
+
+A unit is one drafter on one prompt set in one cell. Its result lies under a name that hashes everything it depends
+on, so a rerun measures what is missing and nothing else, and nothing measured otherwise is ever mixed in.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drafter import checked, contracts, files
+from drafter.acceptance import comparison, prompt_sets
+from drafter.acceptance.comparison import NONE, RUN, WARM_START, Unit
+from drafter.acceptance.prompt_sets import PromptSets
+from drafter.acceptance.wording import caveats, sentence
+from drafter.config import ROOT, Config, Generate
+from drafter.errors import ConfigError, ContractError, ResumableError, StageError
+from drafter.export import stage as export
+from drafter.generate import chat, prompts
+from drafter.generate.prompts import Request
+from drafter.progress import Progress
+from drafter.serve import client, decoding, roles, smoke_record
+from drafter.serve.decoding import Decoded
+from drafter.stage import Stage, read_manifest, say
+from drafter.target import eagle3_folder
+
+QUESTION = ("target.model", "target.chat_template_kwargs")
+REPORT = "acceptance.json"
+SMOKE_SECONDS = 300
+SMOKE_LENGTH = 1.05  # what random weights reach when their favourite token happens to be a comma
+
+
+def run(stage: Stage) -> dict:
+    """Measure every unit that has no result yet, within the budget, and write `acceptance.json`."""
+    config = stage.config
+    eagle3_folder.check_engine(config)
+    if RUN in config.acceptance.drafters:
+        stage.require("05_export")
+    drafters, sets = find_drafters(config), prompt_sets.read(config, stage.args.limit)
+    units = plan_units(config, drafters, sets)
+    stage.begin(QUESTION)
+    write_prompts(stage, sets)
+    stage.counts.total = len(units)
+    if missing := [unit for unit in units if not is_measured(stage, unit)]:
+        measure(stage, drafters, sets, missing)
+    else:
+        say("everything asked for is measured already")
+    done = {unit: read_unit(stage, unit) for unit in units if unit_path(stage, unit).exists()}
+    if not done:
+        raise ResumableError("nothing was measured within acceptance.budget_minutes; raise it")
+    stage.counts.done = sum(not decoded.skipped for decoded in done.values())
+    report = comparison.report(units, done, config.target.think_end, config.run.seed)
+    report["prompt_sets"] = prompt_sets.describe(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
+    report["expected"] = expected(config)
+    report["drafters"] = {label: folder and eagle3_folder.identity(folder) for label, folder in drafters.items()}
+    files.write_json(stage.folder / REPORT, report)
+    for caveat in caveats(report):
+        say("%s", caveat)
+    say("%s", sentence(report["headline"]))
+    stage.facts = report["headline"] | {"left_out": len(report["left_out"])}
+    # What the budget leaves out is a plan and no failure; running again goes on with it.
+    return stage.finish() | {"deadline": True}
+
+
+def plan(stage: Stage) -> dict:
+    """Offline: how many units have no result yet, and what is missing to measure them."""
+    config, findings, pending = stage.config, [], len(stage.config.acceptance.drafters)
+    try:
+        eagle3_folder.check_engine(config)
+        sets = prompt_sets.read(config, stage.args.limit)
+        units = plan_units(config, find_drafters(config), sets)
+        pending = sum(not is_measured(stage, unit) for unit in units) or int(not (stage.folder / REPORT).exists())
+    except StageError as error:
+        findings.append(str(error))
+    return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def find_drafters(config: Config) -> dict[str, Path | None]:
+    """Label -> folder, checked; None decodes without a drafter. A warm start that the run lacks is passed over.
+
+    Raises ConfigError for a folder that is not there, ContractError for one that cannot be served.
+    """
+    found: dict[str, Path | None] = {}
+    for label in config.acceptance.drafters:
+        if label == WARM_START and config.train.warm_start is None:
+            say("this run trains from scratch: there is no warm start to measure")
+            continue
+        known = {NONE: None, WARM_START: config.train.warm_start, RUN: export.folder(config)}
+        found[label] = known[label] if label in known else ROOT / label
+        if folder := found[label]:
+            eagle3_folder.check_folder(folder, config.target)
+        if label == RUN:
+            export.check_exported(config)
+    return found
+
+
+def expected(config: Config) -> dict[str, float]:
+    """Label -> acceptance length that stage 04 expected, where it looked as far ahead as the first cell drafts."""
+    if config.train.ttt_steps != config.acceptance.cells[0].num_speculative_tokens:
+        return {}
+    facts = (read_manifest(config.stage_dir("04_train")) or {"facts": {}})["facts"]
+    found = {RUN: facts.get("expected_acceptance"), WARM_START: facts.get("expected_acceptance_before")}
+    return {label: length for label, length in found.items() if isinstance(length, int | float)}
+
+
+def plan_units(config: Config, drafters: dict[str, Path | None], sets: PromptSets) -> list[Unit]:
+    """Every unit, the first cell first. Without a drafter the draft length means nothing and cells fall together."""
+    identities = {label: folder and eagle3_folder.identity(folder) for label, folder in drafters.items()}
+    sets_identities = {name: prompt_sets.identity(records) for name, records in sets.items()}
+    units: dict[str, Unit] = {}
+    for cell in config.acceptance.cells:
+        for label, folder in drafters.items():
+            for name in sets:
+                sampling = settings_of(config, cell.temperature)
+                facts = {
+                    "concurrency": cell.concurrency,
+                    "num_speculative_tokens": cell.num_speculative_tokens if folder else 0,
+                    "temperature": sampling.temperature,
+                }
+                question = {"drafter": [label, identities[label]], "prompts": sets_identities[name]}
+                question |= {
+                    "sampling": chat.sampling(sampling, "0" * 7),
+                    "kwargs": config.target.chat_template_kwargs,
+                }
+                key = contracts.content_id(question | facts)
+                units.setdefault(key, Unit(label, name, **facts, key=key))
+    return list(units.values())
+
+
+def settings_of(config: Config, temperature: float | None, max_tokens: int | None = None) -> Generate:
+    """The run's sampling under a cell's temperature; every prompt has a seed of its own.
+
+    So drafters differ by what they draft and not by luck.
+    """
+    changed = {"max_tokens": max_tokens or config.acceptance.max_tokens, "seed_rows": True}
+    if temperature is not None:
+        changed["temperature"] = temperature
+    return config.generate.model_copy(update=changed)
+
+
+def body(config: Config, settings: Generate, record: dict) -> dict[str, Any]:
+    """The chat request that stage 01b would send for this prompt."""
+    conv_id = record["conv_id"]
+    request = Request(conv_id, None, conv_id, record["source"], 0, "regenerate", record["messages"], record["tools"])
+    return chat.body(request, [], config.model_copy(update={"generate": settings}))
+
+
+def write_prompts(stage: Stage, sets: PromptSets) -> None:
+    """The frozen prompts, for people and for whoever measures something else on them."""
+    records = ({"prompt_set": name, **record} for name, records in sets.items() for record in records)
+    files.write_text(stage.folder / "prompts.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, units: list[Unit]) -> None:
+    """Measure units, one server start for each drafter and draft length.
+
+    Every start, and every unit under it, gets an equal share of the time that is left, so that a slow drafter does
+    not eat what its rival is compared on.
+    """
+    config = stage.config
+    deadline = time.monotonic() + config.acceptance.budget_minutes * 60
+    starts: dict[tuple[str, int], list[Unit]] = {}
+    for unit in units:
+        starts.setdefault((unit.drafter, unit.num_speculative_tokens), []).append(unit)
+    for number, ((label, tokens), group) in enumerate(starts.items()):
+        end = _share(deadline, len(starts) - number)
+        if time.monotonic() >= deadline:
+            break
+        log_file = stage.folder / f"server-{_short(label)}-{tokens}.log"
+        with roles.serving(config, "evaluate", drafters[label], tokens or 1, log_file):
+            for position, unit in enumerate(group):
+                say(
+                    "measurement %d of %d: %s, %d tokens a draft, %s, concurrency %d",
+                    units.index(unit) + 1, len(units), label, tokens, unit.prompt_set, unit.concurrency,
+                )  # fmt: skip
+                settings = settings_of(config, unit.temperature)
+                until = _share(end, len(group) - position)
+                records = sets[unit.prompt_set]
+                progress = Progress(len(records), "prompts", at_once=unit.concurrency)
+                decoded = decode(config, settings, records, unit.concurrency, until, progress.advance)
+                progress.close()
+                check_decoded(unit, decoded)
+                if decoded.replies:
+                    files.write_json(unit_path(stage, unit), decoded.to_record())
+
+
+def _short(label: str) -> str:
+    """A drafter's label as part of a file name; two folders of the same name differ."""
+    return label if "/" not in label else f"{Path(label).name}-{contracts.content_id(label)[:8]}"
+
+
+def check_decoded(unit: Unit, decoded: Decoded) -> None:
+    """Raises ConfigError when the server would not take a single prompt, or counts no drafts."""
+    if decoded.refused and not decoded.replies:
+        reason = next(iter(decoded.refused.values()))
+        raise ConfigError(f"the server refuses every prompt of {unit.prompt_set}: {reason}")
+    if unit.num_speculative_tokens and not decoded.counters.accepted_per_position:
+        raise ConfigError("the server counts no drafts: remove disable-log-stats from servers.evaluate.args")
+
+
+def _share(deadline: float, parts: int) -> float:
+    now = time.monotonic()
+    return now + max(0.0, deadline - now) / parts
+
+
+def decode(
+    config: Config,
+    settings: Generate,
+    records: list[dict],
+    concurrency: int,
+    until: float,
+    advance: Callable[[], None] = lambda: None,
+) -> Decoded:
+    """One prompt set on the server that is up."""
+    requests = {record["conv_id"]: body(config, settings, record) for record in records}
+    think_end = config.target.think_end
+    return client.run(
+        decoding.decode(config.servers.evaluate, requests, concurrency, until, think_end, lambda _reply: advance())
+    )
+
+
+def unit_path(stage: Stage, unit: Unit) -> Path:
+    return stage.folder / "units" / f"{unit.key}.json"
+
+
+def is_measured(stage: Stage, unit: Unit) -> bool:
+    """Whether every prompt of the unit was sent; one that the budget cut short is measured again."""
+    return unit_path(stage, unit).exists() and not read_unit(stage, unit).skipped
+
+
+def read_unit(stage: Stage, unit: Unit) -> Decoded:
+    """Raises ContractError for a file that is no result."""
+    record = checked.load(unit_path(stage, unit), checked.record_of(Decoded), remedy="remove it to measure again")
+    return Decoded.from_record(record)
+
+
+def plan_smoke(stage: Stage) -> dict:
+    """Offline: whether the warm start is yet to be tried, and what is missing for it."""
+    findings, pending = [], 0
+    try:
+        pending = int(to_be_tried(stage.config))
+    except StageError as error:
+        findings.append(str(error))
+    return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def to_be_tried(config: Config) -> bool:
+    """Whether there is a warm start that is still untrained and not known to be served well on this target.
+
+    Raises StageError when a folder is not what it should be.
+    """
+    if (start := config.train.warm_start) is None or export.is_trained(config):
+        return False
+    eagle3_folder.read_config(start)
+    return smoke_record.key(config) not in smoke_record.read(config)
+
+
+def smoke(stage: Stage) -> dict:
+    """Serve the untrained warm start, then the export where there is one, for a minute each; the stage's summary.
+
+    Raises ContractError for a drafter that the engine loads and that no more than chance is accepted from.
+    """
+    config = stage.config
+    eagle3_folder.check_engine(config)
+    records = prompt_sets.sample(config, smoke_record.PROMPTS)
+    settings = settings_of(config, smoke_record.CELL.temperature, smoke_record.TOKENS)
+    lengths = {}
+    for label, folder in ((WARM_START, config.train.warm_start), (RUN, export.folder(config))):
+        if folder is None or (label == RUN and not folder.exists()):
+            continue
+        eagle3_folder.check_folder(folder, config.target)
+        log_file = stage.folder / f"server-{label}.log"
+        with roles.serving(config, "evaluate", folder, smoke_record.CELL.num_speculative_tokens, log_file):
+            decoded = decode(
+                config, settings, records, smoke_record.CELL.concurrency, time.monotonic() + SMOKE_SECONDS
+            )
+        counters = decoded.counters
+        lengths[label] = 1 + counters.accepted / max(counters.drafts, 1)
+        if lengths[label] <= SMOKE_LENGTH:
+            raise ContractError(
+                f"vLLM serves {folder}, but accepts {counters.accepted} of its {counters.draft_tokens} drafted "
+                f"tokens (length {lengths[label]:.3f}): it was loaded wrongly, or drafts for another model"
+            )
+        say("smoke: %s has acceptance length %.3f", label, lengths[label])
+        if label == WARM_START:
+            smoke_record.record(config, decoded, lengths[label])
+    if not lengths:
+        raise ConfigError("nothing to serve: no warm start in train.warm_start, and no checkpoint in 04_train")
+    if stage.counts.total:
+        stage.facts["smoke"] = lengths
+        return stage.finish()
+    return {"stage": stage.name, "smoke": lengths}

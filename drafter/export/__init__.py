@@ -1,0 +1,1 @@
+"""Stage 05: the best checkpoint in, a drafter folder that vLLM serves out."""

@@ -1,0 +1,270 @@
+"""Stage 05: a training checkpoint becomes a folder that vLLM serves as it is.
+
+A reference folder, where there is one, dictates names, shapes, dtypes and config.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from drafter import files
+from drafter.config import Config, Target
+from drafter.contracts import IndexEntry
+from drafter.errors import ContractError, StageError
+from drafter.extract import states
+from drafter.stage import Stage, read_manifest, say
+from drafter.target import eagle3_folder, head
+from drafter.target.eagle3_folder import CONFIG, EMBEDDING, LAYER_IDS, WEIGHTS, Tensors
+from drafter.train import checkpoint
+
+QUESTION = ("target.model", "target.layer_ids")
+
+# What an export says itself, whatever the reference says. Any other difference from the reference is refused.
+OURS = {LAYER_IDS, "eagle_config", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"}
+OURS |= {"dtype", "torch_dtype", "tie_word_embeddings", "transformers_version"}
+
+COMPARED_ROWS = 2  # whose logits are computed through the checkpoint and through the export
+COMPARED_TOKENS = 256
+
+
+def folder(config: Config) -> Path:
+    """Where this run's drafter lies once exported."""
+    return config.stage_dir("05_export") / "model"
+
+
+def reference(config: Config) -> Path | None:
+    """The folder whose form the export must have."""
+    return config.export.reference or config.train.warm_start
+
+
+def run(stage: Stage) -> dict:
+    """Export the configured step (default: the best complete one), unless it is there already."""
+    config = stage.config
+    stage.require("04_train")
+    step = _step(config)
+    stage.counts.total = 1
+    before = read_manifest(stage.folder)
+    stage.begin(QUESTION)
+    if before and _is_exported(config, before["facts"], step):
+        say("%s is exported already: %s", step.name, folder(config))
+        stage.facts = before["facts"]
+    else:
+        weights, drafter_config = checkpoint.read_draft(step)
+        rows = real_rows(config)
+        write(folder(config), weights, drafter_config, config.target, reference(config), rows)
+        stage.facts = {
+            "step": step.name,
+            "folder": str(folder(config)),
+            "identity": eagle3_folder.identity(folder(config)),
+            "rows_compared": len(rows),
+            "min_engine": eagle3_folder.MIN_ENGINE,
+        }
+        say("%s exported to %s", step.name, folder(config))
+    stage.counts.done = 1
+    return stage.finish()
+
+
+def plan(stage: Stage) -> dict:
+    """What `run` would do, and what is missing for it."""
+    config, findings, pending = stage.config, [], 1
+    if not is_trained(config):
+        findings.append(f"no complete checkpoint in {config.stage_dir('04_train')}")
+    elif before := read_manifest(stage.folder):
+        pending = int(not _is_exported(config, before["facts"], _step(config)))
+    if wanted := reference(config):
+        try:
+            eagle3_folder.read_config(wanted)
+        except StageError as error:
+            findings.append(str(error))
+    return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def is_trained(config: Config) -> bool:
+    return bool(checkpoint.complete_steps(config.stage_dir("04_train")))
+
+
+def _step(config: Config) -> Path:
+    steps = config.stage_dir("04_train")
+    return checkpoint.step_path(steps, config.export.step) if config.export.step else checkpoint.best_step(steps)
+
+
+def _is_exported(config: Config, facts: dict, step: Path) -> bool:
+    """The folder holds what the manifest recorded, of this step."""
+    if facts.get("step") != step.name or not all((folder(config) / name).is_file() for name in (WEIGHTS, CONFIG)):
+        return False
+    return eagle3_folder.identity(folder(config)) == facts.get("identity")
+
+
+def check_exported(config: Config) -> None:
+    """Raises ContractError unless the folder holds, byte for byte, what stage 05 wrote and recorded."""
+    manifest = read_manifest(config.stage_dir("05_export")) or {"facts": {}}
+    recorded = manifest["facts"].get("identity")
+    if eagle3_folder.identity(folder(config)) != recorded:
+        raise ContractError(
+            f"{folder(config)} is not the drafter that stage 05 exported (content "
+            f"{eagle3_folder.identity(folder(config))}, "
+            f"recorded {recorded}); 05_export_checkpoint.py exports it again"
+        )
+
+
+def write(
+    destination: Path,
+    weights: Tensors,
+    drafter_config: dict[str, Any],
+    target: Target,
+    reference: Path | None = None,
+    rows: list[states.States] | None = None,
+) -> None:
+    """`destination` is a whole, checked drafter folder afterwards, or what it was before.
+
+    `weights` are full tensors under native names. Raises ContractError naming the first tensor or config key that is
+    missing, extra, of another shape or dtype than it must be, not finite, or not the same after reopening.
+    """
+    exported = final_config(drafter_config, target, reference)
+    layout = eagle3_folder.read_layout(reference) if reference else eagle3_folder.layout_of(exported)
+    if not reference and EMBEDDING in weights:
+        layout[EMBEDDING] = ((exported["vocab_size"], exported["hidden_size"]), torch.bfloat16)
+    exported["dtype"] = exported["torch_dtype"] = _dtype_of(layout)
+    cast = {name: _cast(tensor, layout.get(name)) for name, tensor in weights.items()}
+    eagle3_folder.check_tensors(cast, layout)
+    with files.publish(destination) as part:
+        part.mkdir()
+        save_file(cast, part / WEIGHTS, metadata={"format": "pt"})
+        (part / WEIGHTS).chmod(0o644)  # safetensors makes it private to the user
+        (part / CONFIG).write_text(json.dumps(exported, indent=2) + "\n")
+        check_reopened(part, cast, drafter_config, target, rows or [])
+
+
+def _dtype_of(layout: eagle3_folder.Layout) -> str:
+    """Of the tensors, whatever the reference's config says: an engine would cast them to that."""
+    floats = {str(dtype).removeprefix("torch.") for _shape, dtype in layout.values() if dtype.is_floating_point}
+    if len(floats) != 1:
+        raise ContractError(f"the reference's tensors are of several types ({', '.join(sorted(floats))})")
+    return floats.pop()
+
+
+def _cast(tensor: torch.Tensor, wanted: tuple[Any, torch.dtype] | None) -> torch.Tensor:
+    """Floats take the export's precision; a map that changed its type is left for the check to refuse."""
+    both_float = wanted and tensor.is_floating_point() and wanted[1].is_floating_point
+    return (tensor.to(wanted[1]) if both_float else tensor).contiguous()
+
+
+def check_reopened(
+    written: Path, weights: Tensors, drafter_config: dict[str, Any], target: Target, rows: list[states.States]
+) -> None:
+    """The folder as a reader finds it: sound, equal to `weights` bit for bit, and drafting the same logits."""
+    reopened = eagle3_folder.check_folder(written, target)
+    for name, tensor in weights.items():
+        if not torch.equal(tensor, reopened[name]):
+            raise ContractError(f"{name} in {written} is not the checkpoint's")
+    if not rows:
+        return
+    embedding = head.read_verifier(target.model).embed
+    for row in rows:
+        ours = logits(weights, drafter_config, embedding, row)
+        theirs = logits(reopened, eagle3_folder.read_config(written), embedding, row)
+        if not torch.equal(ours, theirs):
+            raise ContractError(f"the export drafts other logits than the checkpoint on row {row.metadata['row_id']}")
+
+
+def final_config(drafter_config: dict[str, Any], target: Target, reference: Path | None) -> dict[str, Any]:
+    """The exported config.json: the reference's where there is one, with what every engine needs to see.
+
+    Layer ids stand at top level and nested, rope in the spellings of transformers 4 and 5. Raises ContractError
+    when the checkpoint differs from the reference in anything else.
+    """
+    result = dict(drafter_config)
+    if reference:
+        result = eagle3_folder.read_config(reference)
+        ropes = eagle3_folder.both_ropes(result), eagle3_folder.both_ropes(drafter_config)
+        if ropes[0] != ropes[1]:
+            raise ContractError(f"{CONFIG}: rope is {ropes[1]} in the checkpoint, {ropes[0]} in {reference}")
+        for key in sorted(drafter_config.keys() - OURS):
+            ours, theirs = drafter_config[key], result[key] if key in result else _default(key, result)
+            if ours != theirs and (key in result or ours):
+                raise ContractError(f"{CONFIG}: {key} is {ours!r} in the checkpoint, {theirs!r} in {reference}")
+    ids = list(target.aux_layer_ids)
+    result[LAYER_IDS] = ids
+    result["eagle_config"] = {"use_aux_hidden_state": True} | (result.get("eagle_config") or {}) | {LAYER_IDS: ids}
+    result |= eagle3_folder.both_ropes(result)
+    eagle3_folder.check_positions(result, target)
+    positions = result.get("max_position_embeddings", 0)
+    result["max_position_embeddings"] = max(positions, target.architecture.max_position_embeddings)
+    result["tie_word_embeddings"] = False  # the head is a tensor of its own
+    result["dtype"] = result["torch_dtype"] = result.get("dtype") or result.get("torch_dtype") or "bfloat16"
+    return result
+
+
+def _default(key: str, config: dict[str, Any]) -> Any:
+    """What an engine takes for a key that a drafter's config leaves out."""
+    from transformers import LlamaConfig
+
+    return getattr(LlamaConfig(**{name: value for name, value in config.items() if name not in OURS}), key, None)
+
+
+def real_rows(config: Config) -> list[states.States]:
+    """A few captured rows, cut short; none when their files are gone."""
+    place = config.stage_dir("02_hidden_states")
+    if not (place / "index.jsonl").exists():
+        return []
+    rows = []
+    for record in files.read_jsonl(place / "index.jsonl"):
+        path = place / IndexEntry.from_record(record).path
+        if path.exists():
+            row = states.read_states(path)
+            cut = slice(0, COMPARED_TOKENS)
+            rows.append(states.States(row.token_ids[cut], row.aux[cut], row.final[cut], row.metadata))
+        if len(rows) == COMPARED_ROWS:
+            break
+    return rows
+
+
+@torch.no_grad()
+def logits(weights: Tensors, config: dict[str, Any], embedding: torch.Tensor, row: states.States) -> torch.Tensor:
+    """The first guess at every slot of a row, as an engine computes it from a native folder: [T - 1, D] fp32.
+
+    Written from the serving side and apart from the training code, so that the two can be held against each other.
+    Slot p has the target's states after token p and the embedding of token p + 1.
+    """
+    w = {name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()}
+    eps, heads, kv_heads = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    count = len(row.token_ids) - 1
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], w[name], eps)
+
+    embedded = w.get(EMBEDDING, embedding)
+    embedded = norm(embedded[row.token_ids[1:]].float(), "midlayer.input_layernorm.weight")
+    residual = row.aux[:count].float().flatten(1) @ w["fc.weight"].T
+    both = torch.cat([embedded, norm(residual, "midlayer.hidden_norm.weight")], -1)
+
+    def project(name: str, number: int) -> torch.Tensor:
+        return (both @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(count, number, head_dim).transpose(0, 1)
+
+    q, k = (_rotate(project(*part), config) for part in (("q", heads), ("k", kv_heads)))
+    attended = F.scaled_dot_product_attention(q, k, project("v", kv_heads), is_causal=True, enable_gqa=True)
+    residual = residual + attended.transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+    x = norm(residual, "midlayer.post_attention_layernorm.weight")
+    gate, up = (x @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    residual = residual + (F.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+    return norm(residual, "norm.weight") @ w["lm_head.weight"].T
+
+
+def _rotate(x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """Rotary embedding of [heads, T, d] at positions 0..T-1."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    fields = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+    shape = {name: config[name] for name in fields if name in config}
+    rope = LlamaRotaryEmbedding(
+        LlamaConfig(**shape, rope_parameters=eagle3_folder.both_ropes(config)["rope_parameters"])
+    )
+    cos, sin = rope(x, torch.arange(x.shape[1]).unsqueeze(0))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

@@ -1,0 +1,210 @@
+"""Asking the extract server for rows' hidden states, and finding the files that its connector wrote.
+
+A reply comes before its files. A `.part` is whole and checked by the connector; here it is compared with its row.
+What comes out has no final name yet.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafter import contracts
+from drafter import files as artifacts
+from drafter.config import Config
+from drafter.errors import ConfigError, ContractError, ResumableError, RowError
+from drafter.extract import last_position, states
+from drafter.extract.last_position import Likeliest
+from drafter.extract.probe import MEAN_NAT, Probe
+from drafter.extract.worklist import Item
+from drafter.serve.client import Client
+
+REQUEST_SECONDS = 120  # a request's time limit beyond what all in flight may take
+FLOOR_TOKENS_PER_SECOND = 300  # of the whole server
+FILE_SECONDS = 60  # what a reply's file may take beyond the time that a full queue needs
+SLOWEST_DISK = 50e6  # bytes a second
+OLDEST = (0, 23)  # vLLM: asynchronous writes of hidden states
+OLDEST_DEEPSEEK = (0, 25)  # before, that family drops the last layer's states in silence
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which states a request is for."""
+
+    layer_ids: tuple[int, ...]
+    dtype: states.Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A row that the server has answered: where its file will be, and what the file must agree with."""
+
+    part: Path
+    ids: list[int]
+    likeliest: Likeliest
+
+
+class Capture:
+    """The extract server, as a source of files. An async context manager.
+
+    Entering raises ConfigError for an engine that would leave out the last layer of a DeepSeek-V2-family target.
+    """
+
+    def __init__(self, config: Config, folder: Path, concurrency: int, outage_minutes: float, probe: Probe):
+        self.config, self.folder = config, folder
+        self._probe = probe
+        self.bar = last_position.bar(MEAN_NAT)  # the loosest, until the first probe has measured the noise
+        self.differences: list[float] = []  # in nat, at the last position of each row that passed
+        self._target = artifacts.fingerprint_path(config.target.model)
+        self.client = Client(config.servers.extract, concurrency=concurrency, outage_minutes=outage_minutes)
+        self.engine: dict[str, str] = {}  # the server's vLLM version and model runner
+        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="collect")
+        settings = config.extract
+        # A full queue may stand before a file that is on its way.
+        self._file_seconds = FILE_SECONDS + settings.queue_gb * 1e9 / SLOWEST_DISK
+        in_flight = settings.concurrency * max(settings.tokens_per_request, config.target.max_seq_len)
+        self._request_seconds = REQUEST_SECONDS + in_flight / FLOOR_TOKENS_PER_SECOND
+
+    async def __aenter__(self) -> "Capture":
+        await self.client.__aenter__()
+        try:
+            await self._refuse_old_engine()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_exc) -> None:
+        self._threads.shutdown()
+        await self.client.__aexit__()
+
+    async def _refuse_old_engine(self) -> None:
+        """Raises ConfigError for an engine that would leave out the last layer of a DeepSeek-V2-family target."""
+        found = ""
+        with contextlib.suppress(RowError):  # one that cannot be asked may well be right
+            found = str((await self.client.get("/version")).get("version"))
+            self.engine["vllm"] = found
+        name = self.config.target.architecture.name
+        oldest = OLDEST_DEEPSEEK if "Deepseek" in name or "Kimi" in name else OLDEST
+        if (parsed := re.match(r"(\d+)\.(\d+)", found)) and tuple(map(int, parsed.groups())) < oldest:
+            raise ConfigError(
+                f"vLLM {found} does not capture the last layer of {name}; it needs {oldest[0]}.{oldest[1]} or newer"
+            )
+
+    async def files(self, items: list[Item], asked: Asked) -> dict[Item, Path]:
+        """Whole, checked, unpublished files, one request each. Raises ConfigError, ContractError, ResumableError."""
+        parts: dict[Item, Path] = {}
+        for item in items:
+            try:
+                sent, writer = await self.request([item], asked)
+            except RowError as error:
+                if error.reason == "failed":
+                    raise ResumableError(f"no answer to {item.row_id} ({error.detail}); run it again") from None
+                raise ConfigError(f"the extract server refuses {item.row_id}: {error}") from None
+            found, late = await self.collect(sent, writer, asked)
+            if item in late and late[item].reason == "failed":
+                raise ResumableError(f"no file for {item.row_id} ({late[item].detail}); run it again")
+            if isinstance(outcome := found.get(item) or late[item], RowError):
+                if outcome.reason == "disk_full":
+                    raise ResumableError(f"no space left below {self.folder}; free some and run the same again")
+                raise ContractError(f"the server's hidden states are wrong: {outcome}")
+            parts[item] = found[item]
+        return parts
+
+    async def request(self, batch: list[Item], asked: Asked) -> tuple[dict[Item, Sent], Path]:
+        """Ask for the states of some rows. Returns what was sent, and who writes. Raises RowError."""
+        target = self.config.target
+        ids = [item.input_ids() for item in batch]
+        attempt = secrets.token_hex(4)  # a late file of an earlier attempt is never taken for this one's
+        parts = [
+            self.folder / contracts.states_path(item.row_id).with_name(f"{item.row_id}.{attempt}.part")
+            for item in batch
+        ]
+        files = {item.digest: str(part) for item, part in zip(batch, parts, strict=True)}
+        body = {
+            "model": target.served_name,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0,
+            **last_position.REQUEST,
+            "kv_transfer_params": {
+                "files": files,
+                "layer_ids": list(asked.layer_ids),
+                "dtype": asked.dtype,
+                "target": self._target,
+            },
+        }
+        reply = await self.client.post("/v1/completions", body, self._request_seconds)
+        answer = reply.get("kv_transfer_params")
+        if not isinstance(answer, dict) or not isinstance(answer.get("writer"), str):
+            raise RowError(
+                "bad_reply", "the reply names no writer; is drafter.extract.connector the server's connector?"
+            )
+        if error := answer.get("error"):
+            raise RowError("bad_states", str(error))
+        self.engine["model_runner"] = str(answer.get("runner"))
+        writer = Path(answer["writer"])
+        if not writer.exists():
+            raise RowError("bad_reply", f"the server shares no file system with this process: {writer}")
+        likeliest = last_position.read_reply(reply, len(batch))
+        return dict(zip(batch, map(Sent, parts, ids, likeliest), strict=True)), writer
+
+    async def collect(
+        self, sent: dict[Item, Sent], writer: Path, asked: Asked
+    ) -> tuple[dict[Item, Path | RowError], dict[Item, RowError]]:
+        """Look until every file is there or given up: what was found, and what is late. Raises ResumableError."""
+        loop = asyncio.get_running_loop()
+        waiting, found = dict(sent), {}
+        started, pause, alive = time.monotonic(), 0.002, True
+        while True:
+            outcomes = await loop.run_in_executor(self._threads, self._look, waiting, asked)
+            found |= outcomes
+            for item in outcomes:
+                del waiting[item]
+            waited = time.monotonic() - started
+            if not waiting or not alive or waited > self._file_seconds:
+                break
+            if waited > 1:  # asked before the next look, which therefore sees the writer's last file
+                alive = states.is_locked(writer)
+                if os.statvfs(self.folder).f_flag & os.ST_RDONLY:  # then no report of a failed write comes either
+                    raise ResumableError(f"{self.folder} is read-only now; remount it and run the same command again")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        why = f"no file within {waited:.0f} s of the reply" if alive else "the server died before writing it"
+        return found, {item: RowError("no_states" if alive else "failed", why) for item in waiting}
+
+    def _look(self, sent: dict[Item, Sent], asked: Asked) -> dict[Item, Path | RowError]:
+        """In a thread: the files that are there, compared with their rows, and the reports of those that failed."""
+        hidden = self.config.target.architecture.hidden_size
+        found: dict[Item, Path | RowError] = {}
+        for item, one in sent.items():
+            try:
+                header = states.read_header(one.part)
+                question = asked.layer_ids, hidden, asked.dtype, self._target
+                states.check_header(header, item.row_id, one.ids, *question)
+                final = states.read_last(one.part, header)
+                self.differences.append(last_position.check(self._probe.verifier, final, one.likeliest, self.bar))
+                found[item] = one.part
+            except FileNotFoundError:
+                if (report := one.part.with_suffix(".error")).exists():
+                    found[item] = _read_report(report)
+            except ContractError as error:
+                found[item] = RowError("bad_states", str(error))
+            except RowError as error:
+                found[item] = error
+        return found
+
+
+def _read_report(path: Path) -> RowError:
+    """Why the connector wrote no file. An empty report is all that fits on a full disk."""
+    try:
+        report = json.loads(path.read_text())
+        return RowError(report["reason"], report["detail"])
+    except (ValueError, KeyError, TypeError):
+        return RowError("disk_full")

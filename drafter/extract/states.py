@@ -1,0 +1,294 @@
+"""Hidden-state files as tensors: made, checked, read. Knows nothing of vLLM; their bytes are in state_file.py."""
+
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.contracts import SCHEMA
+from drafter.errors import ContractError, RowError
+from drafter.extract import state_file
+from drafter.extract.state_file import FINAL, Dtype
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+_NAMES = {torch.int64: "I64", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+
+metadata = state_file.metadata  # a file's writer needs it without this module's imports
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a target had in mind while reading one row.
+
+    token_ids [T] int64; aux [T, A, H] bf16, the inputs of the asked layers in ascending order; final [T, H] bf16,
+    the last layer's output before the final norm.
+    """
+
+    token_ids: Tensor
+    aux: Tensor
+    final: Tensor
+    metadata: dict[str, str]
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """Raises ContractError."""
+        try:
+            found = json.loads(self.metadata["layer_ids"])
+            if isinstance(found, list) and all(type(layer) is int for layer in found):
+                return found
+        except (KeyError, ValueError, RecursionError):
+            pass
+        raise ContractError("layer_ids in a hidden-state file's metadata must be a list of numbers")
+
+
+def shapes(tokens: int, layers: int, hidden: int, dtype: Dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Tensors of a file, in file order."""
+    ids = {"token_ids": (torch.int64, (tokens,))}
+    if dtype == "bf16":
+        return ids | {"hidden_states": (torch.bfloat16, (tokens, layers, hidden))}
+    return ids | {
+        "aux_scale": (torch.float32, (tokens, layers - 1)),
+        "final": (torch.bfloat16, (tokens, hidden)),
+        "aux": (torch.float8_e4m3fn, (tokens, layers - 1, hidden)),
+    }
+
+
+def file_bytes(tokens: int, hidden: int, facts: dict[str, str]) -> int:
+    """Exact size of the file that `write` makes for `facts` (from `metadata`)."""
+    layers = len(json.loads(facts["layer_ids"]))
+    spec = shapes(tokens, layers, hidden, facts["dtype"])
+    named = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in spec.items()}
+    return len(state_file.header(named, facts, 0)) + sum(_size(*entry) for entry in spec.values())
+
+
+def compact(hidden_states: Tensor) -> dict[str, Tensor]:
+    """Tensors of the compact format from [T, L, H] bf16, on the device they are on.
+
+    The auxiliary layers become float8 with one scale a token and layer; the final layer is the teacher and stays.
+    """
+    aux = hidden_states[:, :-1].float()
+    scale = (aux.abs().amax(dim=-1) / FP8_MAX).clamp_min(1e-12)
+    return {
+        "aux_scale": scale,
+        "final": hidden_states[:, -1].contiguous(),
+        "aux": (aux / scale[..., None]).to(torch.float8_e4m3fn),
+    }
+
+
+def expand(aux: Tensor, scale: Tensor) -> Tensor:
+    """bf16 states from the compact format's `aux` and `aux_scale`."""
+    return (aux.float() * scale[..., None]).to(torch.bfloat16)
+
+
+def ids_digest(token_ids: list[int] | np.ndarray) -> str:
+    """16 hex digits that stand for a sequence of token ids."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()[:16]
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock on `path`; the kernel drops it with the process."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """CPU tensors as state_file.py takes them."""
+    return {name: tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
+
+
+def check_tensors(tensors: dict[str, Tensor]) -> None:
+    """Raises RowError("bad_states") for CPU tensors that no forward pass gives (state_bytes.check)."""
+    state_file.check(arrays(tensors))
+
+
+def write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> int:
+    """Write CPU `tensors` (in file order, contiguous) to `path` and return the size. Raises OSError."""
+    return state_file.write(path, arrays(tensors), facts)
+
+
+def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return state_file.array_bytes(_NAMES[dtype], shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The cheap part of a file: everything but the states."""
+
+    metadata: dict[str, str]
+    spec: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    head: bytes  # everything before the first tensor byte
+    offsets: dict[str, tuple[int, int]]
+    token_ids: np.ndarray  # [T] int64
+    size: int  # of the file
+
+    @property
+    def start(self) -> int:
+        """Of the first tensor byte."""
+        return len(self.head)
+
+
+def read_header(path: Path) -> Header:
+    """Raises ContractError when `path` is not a whole hidden-state file; FileNotFoundError when nothing is there."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        first = os.pread(fd, 16384, 0)
+        try:
+            start = 8 + int.from_bytes(first[:8], "little")
+            if start > min(size, 1 << 20):
+                raise ValueError("its header is longer than itself")
+            if start > len(first):
+                first += os.pread(fd, start - len(first), len(first))
+            facts, spec, offsets = _parse_header(first[8:start])
+            end = start + max(high for _low, high in offsets.values())
+            if size != end:
+                raise ValueError(f"it has {size} bytes, its header says {end}")
+        except (ValueError, RecursionError) as error:
+            raise ContractError(f"{path} is not a hidden-state file: {error}") from None
+        low, high = offsets["token_ids"]
+        ids = first[start + low : start + high]
+        if len(ids) < high - low:
+            ids += os.pread(fd, high - low - len(ids), start + low + len(ids))
+    finally:
+        os.close(fd)
+    return Header(facts, spec, first[:start], offsets, np.frombuffer(ids, dtype="<i8"), size)
+
+
+def _parse_header(text: bytes) -> tuple[dict[str, str], dict, dict[str, tuple[int, int]]]:
+    """Metadata, types with shapes, and offsets of a header. Raises ValueError or RecursionError naming the field."""
+    tree = json.loads(text)
+    facts = tree.pop("__metadata__", None) if isinstance(tree, dict) else None
+    if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
+        raise ValueError("__metadata__ must map names to texts")
+    spec, offsets = {}, {}
+    for name, entry in tree.items():
+        entry = entry if isinstance(entry, dict) else {}
+        kind, shape, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise ValueError(f"{name[:40]}.dtype must be one of {', '.join(_TYPES)}")
+        for key, value in (("shape", shape), ("data_offsets", place)):
+            if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
+                raise ValueError(f"{name[:40]}.{key} must be a list of counts")
+        if len(place) != 2 or place[1] - place[0] != _size(_TYPES[kind], tuple(shape)):
+            raise ValueError(f"{name[:40]}: shape and data_offsets disagree")
+        spec[name], offsets[name] = (_TYPES[kind], tuple(shape)), (place[0], place[1])
+    if spec.get("token_ids", (None, ()))[0] is not torch.int64 or len(spec["token_ids"][1]) != 1:
+        raise ValueError("token_ids must be there, in one dimension of I64")
+    places = sorted(offsets.values())
+    if [low for low, _high in places] != [0, *(high for _low, high in places[:-1])]:
+        raise ValueError("its tensors overlap or leave a gap")
+    return facts, spec, offsets
+
+
+def check_header(
+    header: Header,
+    row_id: str,
+    input_ids: list[int] | np.ndarray,
+    layer_ids: tuple[int, ...],
+    hidden: int,
+    dtype: Dtype,
+    target: str | None = None,
+) -> None:
+    """Raises RowError("bad_states") unless the file answers exactly this question.
+
+    `target` is the target's fingerprint; files of earlier versions name none and are not compared with it.
+    """
+    facts = header.metadata
+    asked = {"row_id": row_id, "layer_ids": json.dumps(list(layer_ids), separators=(",", ":")), "final": FINAL}
+    if target is not None and "target" in facts:
+        asked["target"] = target
+    for key, value in (asked | {"dtype": dtype, "schema": str(SCHEMA)}).items():
+        if facts.get(key) != value:
+            raise RowError("bad_states", f"{key} is {facts.get(key)}, asked for {value}")
+    if not np.array_equal(header.token_ids, np.asarray(input_ids, dtype=np.int64)):
+        raise RowError("bad_states", f"its {len(header.token_ids)} token ids are not the row's {len(input_ids)}")
+    expected = shapes(len(input_ids), len(layer_ids), hidden, dtype)
+    if header.spec != expected:
+        raise RowError("bad_states", f"tensors {header.spec}, expected {expected}")
+
+
+def begin_checksum(header: Header) -> int:
+    """CRC-32 of the header, the checksum in it counted as zeros; the tensors' bytes are added to it in file order."""
+    stored = header.metadata.get("crc32", "")
+    return zlib.crc32(header.head.replace(f'"crc32":"{stored}"'.encode(), b'"crc32":"00000000"'))
+
+
+def check_content(path: Path) -> None:
+    """Every byte and value of a published file. Raises ContractError or RowError("bad_states")."""
+    header = read_header(path)
+    names = {"fp8": {"aux": 3, "aux_scale": 2, "final": 2}}.get(header.metadata.get("dtype"), {"hidden_states": 3})
+    _need(path, header, names)
+    data = _read_data(path, header)
+    if f"{zlib.crc32(memoryview(data.numpy()), begin_checksum(header)):08x}" != header.metadata.get("crc32", ""):
+        raise ContractError(f"{path}: its bytes no longer give its checksum")
+    check_tensors(_views(data, header))
+
+
+def read_states(path: Path) -> States:
+    """Read a plain or compact file. Raises ContractError when it is not one."""
+    header = read_header(path)
+    tensors = _views(_read_data(path, header), header)
+    if header.metadata.get("dtype") == "fp8":
+        _need(path, header, {"aux": 3, "aux_scale": 2, "final": 2})
+        aux, final = expand(tensors["aux"], tensors["aux_scale"]), tensors["final"]
+    else:
+        _need(path, header, {"hidden_states": 3})
+        aux, final = tensors["hidden_states"][:, :-1], tensors["hidden_states"][:, -1]
+    return States(tensors["token_ids"], aux, final, header.metadata)
+
+
+def _need(path: Path, header: Header, dimensions: dict[str, int]) -> None:
+    """Raises ContractError unless the tensors are there, with a state for each token in the first dimension."""
+    tokens = len(header.token_ids)
+    for name, count in dimensions.items():
+        _dtype, shape = header.spec.get(name, (None, ()))
+        if len(shape) != count or shape[0] != tokens or 0 in shape:
+            raise ContractError(f"{path}: {name} must have {count} dimensions, the first of {tokens}; it has {shape}")
+
+
+def read_last(path: Path, header: Header) -> Tensor:
+    """The final layer's state at the last position: [H] bf16. Raises ContractError."""
+    name = "final" if "final" in header.spec else "hidden_states"
+    _dtype, shape = header.spec[name]
+    size = 2 * shape[-1]
+    with open(path, "rb", buffering=0) as file:
+        file.seek(header.start + header.offsets[name][1] - size)
+        data = file.read(size)
+    if len(data) < size:
+        raise ContractError(f"{path} shrank while it was read")
+    return torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+
+
+def _read_data(path: Path, header: Header) -> Tensor:
+    data = torch.empty(header.size - header.start, dtype=torch.uint8)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(header.start)
+        view = memoryview(data.numpy())
+        while view and (count := file.readinto(view)):
+            view = view[count:]
+    if view:
+        raise ContractError(f"{path} shrank while it was read")
+    return data
+
+
+def _views(data: Tensor, header: Header) -> dict[str, Tensor]:
+    return {
+        name: data[slice(*header.offsets[name])].view(dtype).view(shape)
+        for name, (dtype, shape) in header.spec.items()
+    }

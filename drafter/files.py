@@ -1,0 +1,327 @@
+"""Files that are either whole or absent: publish by rename, journals, fingerprints."""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from drafter.errors import ConfigError, ContractError
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
+ASIDE = f".old{PART}"
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def publish(path: Path) -> Iterator[Path]:
+    """Yield a name beside `path` to write to; on success make it durable and give it the name `path`.
+
+    Works for a file and for a folder with everything in it. Nothing is left on failure, and an existing `path` is
+    replaced in one step, by complete bytes.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    restore(path)
+    try:
+        yield part
+        _make_durable(part)
+        if part.is_dir() and path.is_dir():
+            _set_aside_for(part, path)
+        else:
+            os.replace(part, path)
+        fsync_dir(path.parent)
+    finally:
+        remove(part)
+        if os.path.lexists(path):
+            remove(_aside(path))
+
+
+def _make_durable(path: Path) -> None:
+    folders = [folder for folder, _, _ in os.walk(path)]
+    for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+    for folder in reversed(folders):
+        fsync_dir(Path(folder))
+
+
+def _set_aside_for(new: Path, old: Path) -> None:
+    """Give `new` the name `old`: in one step, or on a file system that cannot, in two that `restore` undoes."""
+    aside = _aside(old)
+    remove(aside)
+    if _rename_exchange(new, old):
+        new.rename(aside)
+        return
+    try:
+        old.rename(aside)
+        new.rename(old)
+    except BaseException:
+        restore(old)
+        raise
+
+
+def _rename_exchange(one: Path, other: Path) -> bool:
+    """False where the kernel, the C library or the file system has no such call."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    if (number := ctypes.get_errno()) in NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _aside(path: Path) -> Path:
+    """Where a folder goes whose name another takes."""
+    return path.with_name(f"{path.name}{ASIDE}")
+
+
+def restore(path: Path) -> None:
+    """Give a folder its name back that a replacement, killed between its two steps, had set aside."""
+    if not os.path.lexists(path) and os.path.lexists(aside := _aside(path)):
+        aside.rename(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_file_system(folder: Path) -> None:
+    """Make everything written so far on the file system that holds `folder` durable: one call for many files."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), f"syncfs {folder}")
+    finally:
+        os.close(fd)
+
+
+def write_text(path: Path, text: str) -> None:
+    with publish(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_note(path: Path, **needed: type) -> dict[str, Any]:
+    """A JSON object that the run can do without: {} where there is none, or not with the keys `needed`."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in needed.items()):
+            return found
+    return {}
+
+
+def sweep(folder: Path, below: bool = True) -> int:
+    """Remove what killed calls left unpublished in `folder`, and with `below` anywhere in it; the number removed.
+
+    That is `*.part` and safetensors' `.tmp*`. A folder that was set aside for one that never came is restored.
+    Only for the process that holds the folder's lock.
+    """
+    find = folder.rglob if below else folder.glob
+    for aside in list(find(f"*{ASIDE}")):
+        restore(aside.with_name(aside.name.removesuffix(ASIDE)))
+    left = [*find(f"*{PART}"), *find(".tmp*")]
+    for path in left:
+        remove(path)
+    return len(left)
+
+
+class Journal:
+    """An append-only JSONL file that survives SIGKILL at any byte and a crash of the machine at any second.
+
+    Opening cuts a torn last line, so the next record never glues to it. A record is in the file when `append`
+    returns, and durable at most `sync_seconds` later whether or not anything follows, and after `sync` and `close`.
+    Records are ASCII-escaped, since a lone surrogate cannot be written as UTF-8.
+    """
+
+    def __init__(self, path: Path, sync_seconds: float = 1.0):
+        """With `sync_seconds` infinite only `sync` and `close` make records durable."""
+        self.path = path
+        self.sync_seconds = sync_seconds
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_tail(path)
+        self._file = open(path, "ab")  # noqa: SIM115 - held open for the life of the journal
+        self._closed = threading.Event()
+        self._scheduled_by = 0  # the process in which a thread will sync what was written so far; threads do not fork
+        self._failure: OSError | None = None
+
+    def append(self, record: dict) -> None:
+        """Raises the OSError of writing, or of an earlier sync in the background."""
+        self._raise_failure()
+        self._file.write(json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n")
+        self._file.flush()
+        # Only after the flush: a thread that has not cleared this yet will sync what was just written.
+        if self._scheduled_by != os.getpid() and math.isfinite(self.sync_seconds):
+            self._scheduled_by = os.getpid()
+            own = os.dup(self._file.fileno())  # stays valid whatever closes the journal meanwhile
+            threading.Thread(target=self._sync_later, args=(own,), daemon=True).start()
+
+    def sync(self) -> None:
+        self._raise_failure()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._closed.set()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+    def _sync_later(self, descriptor: int) -> None:
+        try:
+            if not self._closed.wait(self.sync_seconds):
+                self._scheduled_by = 0  # before the sync: what is appended from here on needs another one
+                os.fsync(descriptor)
+        except OSError as error:
+            self._failure = error
+        finally:
+            os.close(descriptor)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:  # for good: the kernel reports lost pages once
+            raise self._failure
+
+
+def cut_torn_tail(path: Path) -> bool:
+    """Cut what follows the last line feed of a file; whether there was anything."""
+    if not path.exists():
+        return False
+    with open(path, "r+b") as file:
+        end = position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(0, position - 65536)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)
+        return position < end
+
+
+def read_jsonl(path: Path, *needed: str, journal: bool = False, **kinds: type) -> Iterator[dict]:
+    """Records of a JSONL file, split at line feeds alone (U+2028 is text).
+
+    In a `journal` a torn last line is no record: its writer was killed, or is still writing. A published file was
+    complete when it got its name, so there it is damage.
+    Raises ContractError on a line that is no JSON object, lacks a key of `needed`, or has no value of the type that
+    `kinds` gives for a key.
+    """
+    return (record for _offset, record in read_placed(path, *needed, journal=journal, **kinds))
+
+
+def read_placed(path: Path, *needed: str, journal: bool = False, **kinds: type) -> Iterator[tuple[int, dict]]:
+    """As `read_jsonl`, each record behind the offset of its line."""
+    offset = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            whole = line.endswith(b"\n")
+            if not whole and not journal:
+                raise ContractError(f"{path}: line {number} is broken: the file ends in the middle of it")
+            if whole and line.strip():
+                record = _parse(line)
+                if not isinstance(record, dict) or not record.keys() >= set(needed):
+                    raise ContractError(f"{path}: line {number} is broken")
+                for key, kind in kinds.items():
+                    if type(record.get(key)) is not kind:
+                        raise ContractError(f"{path}: line {number}: {key!r} is not of type {kind.__name__}")
+                yield offset, record
+            offset += len(line)
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@cache
+def fingerprint_path(path: Path) -> str:
+    """Identity of a file or model folder by content, cheap for terabytes: names, sizes, first and last MiB.
+
+    Raises ConfigError when nothing is there.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist")
+    digest = hashlib.sha256()
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as handle:
+            digest.update(handle.read(1 << 20))
+            handle.seek(max(0, size - (1 << 20)))
+            digest.update(handle.read(1 << 20))
+    return digest.hexdigest()[:16]
+
+
+def home(folder: Path) -> str:
+    """Identity of a folder: it stays when the folder is moved, and a copy has another."""
+    found = folder.stat()
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+def span(seconds: float) -> str:
+    """A duration in the unit that fits it: seconds below two minutes, minutes below three hours, hours."""
+    if seconds < 120:
+        return f"{round(seconds, 1):g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3 * 3600 else f"{seconds / 3600:.1f} h"
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes an ordinary user can still write on the file system that holds `path` (which need not exist yet)."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def size(count: float) -> str:
+    """A number of bytes in the largest unit that has a tenth of one, so that only nothing reads as zero."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= 0.1 * unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count:.0f} B"

@@ -1,0 +1,1 @@
+"""Stage 01b: prompts in, the target's own answers out, one row a request."""

@@ -1,0 +1,281 @@
+"""What stage 01b has left to ask, and the pass that asks it: workers, histories, rejections, the failure budget."""
+
+import asyncio
+import json
+import resource
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from drafter import checked, contracts, files
+from drafter.contracts import Row
+from drafter.errors import ConfigError, ContractError, RowError
+from drafter.generate import chat, prompts, replay, rows
+from drafter.generate.prompts import Request, Requests
+from drafter.progress import RECORDS, Progress
+from drafter.serve.client import Client
+from drafter.stage import Stage
+
+FAILURES = frozenset(
+    {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
+     "bad_token_ids"}
+)  # fmt: skip
+RETRIED = frozenset({"failed", "conversation_ended"})  # by the next run after one that did not complete
+FAILURES_ALLOWED = 5  # before their share means anything
+MUTE_ROWS = 20  # thinking rows without any reasoning before the run is stopped
+FRAME_TOKENS = 64  # what a template may put around one message
+DRAIN = 16  # times the concurrency: how many requests at the end are ordered by expected length
+
+
+class Work:
+    """What is still to do: the requests asked for, minus rows on disk, minus final rejections.
+
+    `mixed` holds the materialised prompts, `folder` the rows and rejections of replies; rejections for the reasons
+    in `retried` do not count.
+    """
+
+    def __init__(self, mixed: Path, folder: Path, limit: int | None = None, retried: frozenset[str] = frozenset()):
+        self.requests = Requests(mixed / prompts.PROMPTS, limit)
+        asked = set(self.requests.ids)
+        self.done = rows.done_ids(folder) & asked
+        self.rejected = Counter[str]()
+        for table in checked.load(mixed / prompts.META, prompts.Meta)["sources"].values():
+            self.rejected.update(table["rejected"])
+        settled = set(self.done)
+        for record in prompts.read_rejections(folder):
+            identity = bytes.fromhex(record["row_id"])
+            lasts = record["at"] == "reply" and record["reason"] not in retried
+            if lasts and identity in asked and identity not in settled:
+                settled.add(identity)
+                self.rejected[record["reason"]] += 1
+        self.pending = [i for i, identity in enumerate(self.requests.ids) if identity not in settled]
+
+    def count(self, counts: contracts.Counts) -> None:
+        counts.total = len(self.pending) + len(self.done) + self.rejected.total()
+        counts.done, counts.rejected = len(self.done), self.rejected.copy()
+
+
+class Generation:
+    """One pass over the pending requests at full concurrency."""
+
+    def __init__(self, stage: Stage, work: Work, client: Client, context: int, deadline: float | None):
+        self.config, self.counts, self.client = stage.config, stage.counts, client
+        self.settings = stage.config.generate
+        self.requests, self.context, self.deadline = work.requests, context, deadline
+        self.folder = stage.folder
+        self.store = rows.Store(stage.folder, self.settings.rows_per_shard)
+        self.rejected = files.Journal(stage.folder / prompts.REJECTED)
+        requests, concurrency = len(work.requests), stage.config.generate.concurrency
+        self.progress = Progress(
+            requests, "rows", requests - len(work.pending), at_once=concurrency, record=stage.folder / RECORDS
+        )
+        self.tokens = 0
+        self.started, self._cpu = time.monotonic(), time.process_time()
+        self._ends: list[float] = []  # when each worker found nothing left to do
+        self._new = Counter[str]()
+        self._first_failure = ""
+        self._mute = 0
+        self._misparsed = Counter[str]()
+        self._ended: set[int] = set()  # requests rejected because an earlier turn gave no answer to build on
+        self._lengths: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # source -> tokens, rows
+        self._continued: deque[tuple[int, list[str]]] = deque()
+        self._pending = work.pending
+        self._ready = self._in_order(work.done)
+
+    async def run(self) -> None:
+        """Raises ContractError when the failure budget is spent, ConfigError when reasoning never arrives."""
+        workers = [asyncio.create_task(self._worker()) for _ in range(self.settings.concurrency)]
+        try:
+            self._ends = await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            self.store.close()
+            self.rejected.close()
+            self.progress.close()
+
+    def _in_order(self, done: set[bytes]) -> Iterator[tuple[int, list[str]]]:
+        """Requests that can be sent at once, with their history.
+
+        The shuffle is kept, so that a run cut short is a fair sample; only the last ones go longest first, for
+        then the tail, when slots stand idle, is about as long as the shortest of them.
+        """
+        yield from self._resumed(done)
+        heads = [i for i in self._pending if i not in self.requests.parents]
+        drain = self.settings.concurrency * DRAIN
+        for index in heads[:-drain]:
+            yield index, []
+        for index in sorted(heads[-drain:], key=self._expected_tokens, reverse=True):
+            yield index, []
+
+    def _expected_tokens(self, index: int) -> tuple[float, int]:
+        request = self.requests[index]
+        tokens, finished = self._lengths[request.source]
+        mean = tokens / finished if finished else self.settings.max_tokens
+        turns, heirs = 1, self.requests.children.get(self.requests.ids[index])
+        while heirs:
+            turns, heirs = turns + 1, self.requests.children.get(self.requests.ids[heirs[0]])
+        return turns * mean, sum(len(message["content"] or "") for message in request.messages)
+
+    def _resumed(self, done: set[bytes]) -> Iterator[tuple[int, list[str]]]:
+        """Turns whose predecessors an earlier run has answered; those behind a rejected turn are rejected."""
+        requests = self.requests
+        if not requests.parents:
+            return
+        place = {identity: i for i, identity in enumerate(requests.ids)}
+        open_ids = {requests.ids[i] for i in self._pending}
+        lines = {}
+        for index in self._pending:
+            parent = requests.parents.get(index)
+            if parent in done:
+                lines[index] = requests.line(index, place)
+            elif parent and parent not in open_ids:
+                self._end_conversation(parent)
+        answers = rows.answers(self.folder, {identity for line in lines.values() for identity in line})
+        for index, line in lines.items():
+            history = [answers[identity] for identity in line]
+            if None in history:
+                self._end_conversation(line[-1])
+            else:
+                yield index, history
+
+    def _next(self) -> tuple[int, list[str]] | None:
+        if self.deadline is not None and time.time() >= self.deadline:
+            return None
+        return self._continued.popleft() if self._continued else next(self._ready, None)
+
+    async def _worker(self) -> float:
+        while (item := self._next()) is not None:
+            index, history = item
+            request = self.requests[index]
+            try:
+                row = await self._row(request, history)
+            except RowError as error:
+                self._reject(request, error)
+                self._end_conversation(self.requests.ids[index])
+            else:
+                self._keep(index, row, history)
+            self.progress.advance(**self._status())
+        return time.monotonic()
+
+    async def _row(self, request: Request, history: list[str]) -> Row:
+        row = await self._made(request, history)
+        rows.check(row, self.config.target)
+        return row
+
+    async def _made(self, request: Request, history: list[str]) -> Row:
+        if request.mode != "regenerate":
+            return await replay.row(self.client, request, self.config)
+        body = chat.body(request, history, self.config)
+        await self._refuse_too_long(request, body)
+        reply = await self.client.post(chat.CHAT, body, timeout=chat.timeout_of(self.settings))
+        return rows.read_reply(reply, request, chat.sampling(self.settings, request.row_id), self.config.target)
+
+    async def _refuse_too_long(self, request: Request, body: dict) -> None:
+        """A token is at least a byte, so only prompts of more bytes than the context has tokens are counted."""
+        texts = [message["content"] or "" for message in body["messages"]]
+        most = sum(len(text.encode(errors="replace")) + FRAME_TOKENS for text in [*texts, json.dumps(request.tools)])
+        if most < self.context:
+            return
+        ids = await replay.tokenize(
+            self.client,
+            self.config.target,
+            messages=body["messages"],
+            tools=request.tools,
+            add_generation_prompt=True,
+        )
+        if len(ids) >= self.context:
+            raise RowError("prompt_too_long", f"{len(ids)} tokens, the context has {self.context}")
+
+    def _keep(self, index: int, row: Row, history: list[str]) -> None:
+        self._check_parsing(row)
+        self.store.add(row)
+        self.counts.done += 1
+        tokens = row.usage["completion_tokens"]
+        self.tokens += tokens
+        lengths = self._lengths[row.source]
+        lengths[0], lengths[1] = lengths[0] + tokens, lengths[1] + 1
+        if not (heirs := self.requests.children.get(self.requests.ids[index])):
+            return
+        if rows.may_continue(row):
+            self._continued.extend((heir, [*history, row.content]) for heir in heirs)
+        else:
+            self._end_conversation(self.requests.ids[index])
+
+    def _check_parsing(self, row: Row) -> None:
+        """Raises ConfigError when the server's reasoning parser is none, or not the model's."""
+        if row.finish_reason == "replay":
+            return
+        if self._mute is not None and rows.thinks(self.config.target):
+            self._mute = None if row.reasoning else self._mute + 1
+            if self._mute == MUTE_ROWS:
+                raise ConfigError(
+                    f"{MUTE_ROWS} rows and no reasoning in any: start the server with --reasoning-parser, "
+                    "or set target.think_end and target.prompt_suffix for a model that does not think"
+                )
+        self._misparsed.update(set(row.flags) & set(rows.MISPARSED))
+        for flag, count in self._misparsed.items():
+            if count > max(FAILURES_ALLOWED, self.settings.max_failure_share * (self._rows_made + 1)):
+                raise ConfigError(
+                    f"{count} of {self._rows_made + 1} replies {rows.MISPARSED[flag]}: restart the server with the "
+                    "model's own --reasoning-parser (servers.generate.args.reasoning-parser), or without one for a "
+                    "model that does not think; the rows made so far are kept"
+                )
+
+    def _reject(self, request: Request, error: RowError) -> None:
+        self.counts.reject(error.reason)
+        self._new[error.reason] += 1
+        detail = f"{request.place}: {error.detail}" if request.place and error.detail else error.detail
+        self._first_failure = self._first_failure or (detail if error.reason in FAILURES else "")
+        self.rejected.append(prompts.rejection(request.row_id, request.source, error.reason, detail, at="reply"))
+        failures = sum(self._new[reason] for reason in FAILURES)
+        seen = failures + self._rows_made
+        if failures > max(FAILURES_ALLOWED, self.settings.max_failure_share * seen):
+            raise ContractError(
+                f"{failures} of {seen} requests failed ({dict(self._new)}), more than generate.max_failure_share "
+                f"allows, the first: {self._first_failure[: prompts.DETAIL]}; see {self.folder / prompts.REJECTED}"
+            )
+
+    def _end_conversation(self, identity: bytes) -> None:
+        """Reject every turn behind `identity`: there is no answer to build on."""
+        behind = [identity]
+        while behind:
+            for index in self.requests.children.get(behind.pop(), ()):
+                if index not in self._ended:
+                    self._ended.add(index)
+                    behind.append(self.requests.ids[index])
+                    self._reject(self.requests[index], RowError("conversation_ended"))
+
+    @property
+    def _rows_made(self) -> int:
+        return sum(finished for _, finished in self._lengths.values())
+
+    def _status(self) -> dict:
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        failures = {reason: count for reason, count in self._new.items() if reason in FAILURES}
+        return {
+            "tok/s": round(self.tokens / seconds),
+            "in_flight": self.client.in_flight,
+            **({"failed": failures} if failures else {}),
+        }
+
+    def facts(self) -> dict:
+        """Rates and losses; the tail is the time from the first idle slot to the last reply, once all have ended."""
+        seconds = time.monotonic() - self.started
+        ends = self._ends or [0.0]
+        idle = sum(max(ends) - end for end in ends)
+        return {
+            "seconds": round(seconds, 3),
+            "cpu_seconds": round(time.process_time() - self._cpu, 3),
+            "output_tokens_per_second": round(self.tokens / seconds, 1),
+            "peak_in_flight": self.client.peak_in_flight,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            "retries": dict(self.client.retries),
+            "abandoned_requests": self.client.abandoned,
+            "misparsed": dict(self._misparsed),
+            "outages": self.client.outages,
+            "tail_seconds": round(max(ends) - min(ends), 3),
+            "tail_idle_share": round(idle / (self.settings.concurrency * seconds), 4),
+        }

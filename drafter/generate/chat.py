@@ -1,0 +1,110 @@
+"""What is asked of the server: a chat request's body, its time limit, and the check before the first one."""
+
+import json
+
+from drafter import contracts
+from drafter.config import Config, Generate
+from drafter.errors import ConfigError, ResumableError, RowError
+from drafter.generate import conversations, replay, rows
+from drafter.generate.prompts import Request
+from drafter.serve.client import Client
+
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")  # beside the tokenizer's files
+CHAT = "/v1/chat/completions"
+TIMEOUT_SECONDS = 60.0  # beside the time that max_tokens take at the floor rate
+
+
+def sampling(settings: Generate, row_id: str) -> dict:
+    """Every sampling parameter, since a server fills gaps from the model's generation_config.json."""
+    chosen = {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+        "repetition_penalty": settings.repetition_penalty,
+        "presence_penalty": settings.presence_penalty,
+        "frequency_penalty": settings.frequency_penalty,
+        "max_tokens": settings.max_tokens,
+    }
+    return chosen | ({"seed": int(row_id[:7], 16)} if settings.seed_rows else {})
+
+
+def body(request: Request, history: list[str], config: Config) -> dict:
+    """The chat request; `history` holds the model's own earlier answers, in order."""
+    answers = iter(history)
+    messages = [m if m != conversations.OWN_ANSWER else m | {"content": next(answers)} for m in request.messages]
+    result = {
+        "model": config.target.served_name,
+        "messages": messages,
+        "return_token_ids": True,
+        **sampling(config.generate, request.row_id),
+    }
+    if request.tools:
+        # The prompt shows the tools; the reply stays text, which needs no tool parser on the server.
+        result |= {"tools": request.tools, "tool_choice": "none"}
+    if config.target.chat_template_kwargs:
+        result["chat_template_kwargs"] = config.target.chat_template_kwargs
+    return result
+
+
+async def preflight(client: Client, config: Config) -> int:
+    """Check with one small request what all the others rely on; the server's context length.
+
+    Raises ConfigError: served name, special tokens, token ids, the prompt's end. ResumableError: no answer.
+    """
+    target = config.target
+    target.check_special_tokens()
+    row_id = contracts.row_id([], None, target.chat_template_kwargs, "preflight")
+    hello = [{"role": "user", "content": "Say hello."}]
+    request = Request(row_id, None, row_id, "preflight", 0, "regenerate", hello, None)
+    small = body(request, [], config) | {"max_tokens": min(16, config.generate.max_tokens)}
+    try:
+        listed = {model["id"]: model for model in (await client.get("/v1/models"))["data"]}
+        if target.served_name not in listed:
+            raise ConfigError(f"target.served_name: the server serves {sorted(listed)}, not {target.served_name!r}")
+        for text, token in target.special_tokens.items():
+            ids = await replay.tokenize(client, target, prompt=text, add_special_tokens=False)
+            if ids != [token]:
+                raise ConfigError(f"target.special_tokens: the server reads {text!r} as {ids}, not as {[token]}")
+        rows.read_reply(await client.post(CHAT, small, timeout=timeout_of(config.generate)), request, {}, target)
+    except RowError as error:
+        if error.reason == "failed":
+            raise ResumableError(
+                f"the server answers no request ({error.detail}); run the same command again"
+            ) from None
+        hint = {
+            "bad_reply": "vLLM 0.26 and newer return token ids with every reasoning parser",
+            "prompt_mismatch": "correct target.prompt_suffix or target.chat_template_kwargs",
+        }.get(error.reason, "correct the server or the config")
+        raise ConfigError(f"the first request failed its checks ({error}); {hint}") from None
+    return listed[target.served_name].get("max_model_len") or target.architecture.max_position_embeddings
+
+
+def check_template(config: Config) -> None:
+    """A server that is started here needs a chat template: its `chat-template` flag or one in the model folder.
+
+    Raises ConfigError.
+    """
+    folder, server = config.target.model, config.servers.generate
+    own_template = server.flags.keys() & {"chat-template", "tokenizer", "tokenizer-mode"}
+    if server.kind != "command" or own_template or not folder.is_dir() or (folder / "tekken.json").exists():
+        return
+    if any((folder / name).exists() for name in TEMPLATES):
+        return
+    for name in ("tokenizer_config.json", "processor_config.json"):
+        try:
+            if json.loads((folder / name).read_bytes()).get("chat_template"):
+                return
+        except FileNotFoundError:
+            continue
+        except (ValueError, RecursionError, AttributeError):
+            raise ConfigError(f"{folder / name} is no tokenizer's file") from None
+    raise ConfigError(
+        f"target.model: {folder} has no chat template (chat_template.jinja, or chat_template in "
+        "tokenizer_config.json), and without one a server refuses every conversation; name a template with "
+        "servers.generate.args.chat-template, or take the model's instruction-tuned version"
+    )
+
+
+def timeout_of(settings: Generate) -> float:
+    return TIMEOUT_SECONDS + settings.max_tokens / settings.floor_tokens_per_second

@@ -1,0 +1,111 @@
+"""Rows from conversations kept as they are: token ids and spans from the server's own chat template."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from drafter.config import Config, Target
+from drafter.contracts import Row
+from drafter.errors import ConfigError, RowError
+from drafter.generate.prompts import Request
+from drafter.serve.client import Client
+from drafter.target.model_folder import read_added_tokens
+
+TIMEOUT_SECONDS = 120.0
+
+
+async def tokenize(client: Client, target: Target, **what: Any) -> list[int]:
+    """The server's token ids of `prompt=`, or of `messages=` under the target's template. Raises RowError."""
+    body = {"model": target.served_name, **{key: value for key, value in what.items() if value is not None}}
+    if "messages" in what and target.chat_template_kwargs:
+        body["chat_template_kwargs"] = target.chat_template_kwargs
+    reply = await client.post("/tokenize", body, timeout=TIMEOUT_SECONDS)
+    try:
+        return [int(token) for token in reply["tokens"]]
+    except (KeyError, TypeError, ValueError):
+        raise RowError("bad_reply", "/tokenize gave no tokens") from None
+
+
+async def row(client: Client, request: Request, config: Config) -> Row:
+    """The conversation's ids with its answers supervised: the last one, or all of them (`replay_all`).
+
+    An answer is what follows the generation prompt, up to the token that stops the model; a template adds bytes
+    after that one (ChatML a line break) that the model never writes. A `</think>` that the template writes itself
+    is not supervised. Raises RowError (`prompt_mismatch`) when the template shows an earlier turn differently once
+    later ones follow, for then no span is what the model would have seen.
+    """
+    target, messages = config.target, request.messages
+
+    async def ids_of(count: int, generation_prompt: bool) -> list[int]:
+        return await tokenize(
+            client, target, messages=messages[:count], tools=request.tools, add_generation_prompt=generation_prompt
+        )
+
+    everything = await ids_of(len(messages), False)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    stops = stop_ids(target.model)
+    spans, suffix = [], list(target.prompt_suffix)
+    for i in answers if request.mode == "replay_all" else answers[-1:]:
+        before = await ids_of(i, True)
+        after = everything if i == len(messages) - 1 else await ids_of(i + 1, False)
+        if everything[: len(before)] != before or everything[: len(after)] != after:
+            raise RowError("prompt_mismatch", f"the template rewrites turn {i} when others follow")
+        if suffix and before[-len(suffix) :] != suffix:
+            raise RowError("prompt_mismatch", f"the prompt ends with {before[-len(suffix) :]}, not with {suffix}")
+        start, end = len(before), len(after)
+        start += everything[start:end][:1] == [target.think_end]
+        end = max((place + 1 for place in range(start, end) if everything[place] in stops), default=end)
+        if start < end:
+            spans.append([start, end])
+    if not spans:
+        raise RowError("no_supervised_tokens")
+    return Row(
+        row_id=request.row_id,
+        conv_id=request.conv_id,
+        source=request.source,
+        turn=request.turn,
+        input_ids=everything,
+        supervised=spans,
+        think_end=spans[0][0] - 1 if everything[spans[0][0] - 1] == target.think_end else None,
+        reasoning=None,
+        content=messages[-1]["content"],
+        finish_reason="replay",
+        sampling={},
+        usage={
+            "prompt_tokens": spans[0][0],
+            "completion_tokens": sum(end - start for start, end in spans),
+            "reasoning_tokens": None,
+        },
+        model=target.served_name,
+    )
+
+
+@cache
+def stop_ids(model: Path) -> frozenset[int]:
+    """Token ids that end an answer: from generation_config.json, config.json and the tokenizer's eos_token.
+
+    Raises ConfigError for a file that is broken.
+    """
+    found: set[int] = set()
+    settings = {name: _settings(model / name) for name in ("generation_config.json", "config.json")}
+    settings["text_config"] = settings["config.json"].get("text_config") or {}
+    for each in settings.values():
+        ids = each.get("eos_token_id") if isinstance(each, dict) else None
+        found.update(ids if isinstance(ids, list) else [ids] if isinstance(ids, int) else [])
+    eos = _settings(model / "tokenizer_config.json").get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    token = read_added_tokens(model).get(text) if isinstance(text, str) else None
+    return frozenset(found if token is None else {*found, token})
+
+
+def _settings(path: Path) -> dict:
+    try:
+        settings = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path} is not JSON") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds no settings")
+    return settings

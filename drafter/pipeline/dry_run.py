@@ -1,0 +1,75 @@
+"""`run_pipeline.sh --dry-run`: what each stage would do, what is wrong, and what to change, for a person."""
+
+from collections.abc import Iterator
+
+from drafter import config, files
+from drafter.errors import StageError
+from drafter.generate import prompts
+from drafter.pipeline import preflight
+from drafter.stage import read_taken
+from drafter.target.model_folder import DEFAULT_MODEL
+
+UNITS: dict[config.StageName, str] = {
+    "01b_synthetic": "request{} to answer",
+    "02_hidden_states": "row{} to read back",
+    "04_train": "step{} to train",
+    "05_export": "drafter{} to write",
+    "06_acceptance": "measurement{} to make",
+}
+
+
+def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
+    """The page, from what the stages' own `--dry-run` say. Raises ContractError on a broken manifest."""
+    asked = [each["stage"] for each in plans if each["stage"] not in run_config.run.take]
+    if run_config.target.model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
+        yield f"run {run_config.run.name} in {run_config.run_dir}"
+        yield f"  the first run makes its target, {DEFAULT_MODEL}; without it nothing more is known"
+        return
+    found = preflight.findings(run_config, asked)
+    without_input = preflight.missing_inputs(run_config, asked).values()
+    yield f"run {run_config.run.name} in {run_config.run_dir}"
+    to_come: set[config.StageName] = set()  # whose output is not all there yet
+    for each in plans:
+        name = each["stage"]
+        if name in run_config.run.take:
+            yield f"  {name:<17} taken from {run_config.run.take[name]}"
+            try:
+                read_taken(run_config, name)
+            except StageError as error:
+                to_come.add(name)
+                found[str(error)] = name
+                yield f"      ! {error}"
+            continue
+        before = [needed for needed in preflight.inputs(run_config, name) if needed in to_come]
+        lacks_input = name in without_input
+        if not before and not lacks_input:  # else its findings are about what is not there yet
+            for finding in each["findings"]:
+                found.setdefault(finding, name)
+        if before or lacks_input or each["pending"]:
+            to_come.add(name)
+        yield f"  {name:<17} {_work(each, before, lacks_input)}"
+        for finding in (text for text, stopped in found.items() if stopped == name):
+            yield f"      ! {finding}"
+        for note in (*each.get("read", ()), *each.get("broken", ()), *each.get("notes", ())):
+            yield f"      {note}"
+    if found:
+        yield f"{len(found)} to be put right (!) before `run_pipeline.sh` starts anything"
+    else:
+        yield "nothing is known that would stop it"
+
+
+def _work(plan: dict, before: list[config.StageName], lacks_input: bool) -> str:
+    if before:
+        return f"waits for {before[0]}"
+    if lacks_input or plan["findings"]:
+        return "cannot begin"
+    if "notes" in plan:
+        return "all there is to do, how much is not known offline"
+    if not plan["pending"]:
+        return plan.get("left") or "nothing to do"
+    details = [files.size(plan["bytes"])] if "bytes" in plan else []
+    for name, entry in plan.get("sources", {}).items():
+        details.append(f"{name}: {prompts.drawn(entry)}")
+    more = f" ({'; '.join(details)})" if details else ""
+    pending = plan["pending"]
+    return f"{pending:,} {UNITS[plan['stage']].format('s' * (pending != 1))}{more}"

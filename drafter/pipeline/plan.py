@@ -1,0 +1,351 @@
+"""Before the night: how long, how much disk, what it costs, and what fits.
+
+`run_pipeline.sh --plan` or `python -m drafter.pipeline.plan --config FILE`. A rate is taken from earlier manifests of
+this machine, else from a profile in `configs/profiles`, and the plan says which. Every figure is low, typical, high.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+
+from drafter import config, files, stage
+from drafter.cli import next_time
+from drafter.errors import ConfigError
+from drafter.files import size
+from drafter.generate import sources
+from drafter.pipeline.deadline import resolve
+from drafter.pipeline.estimates import (
+    TRIAL,
+    Estimate,
+    Sizes,
+    conversations_asked,
+    conversations_held,
+    disk,
+    estimate,
+    held_out,
+    rows_of,
+    sizes,
+    whole,
+)
+from drafter.pipeline.rates import (
+    OF_PROFILE,
+    Profile,
+    Range,
+    Rates,
+    default_profile,
+    measured_or,
+    of_profile,
+    other_machine,
+    profile,
+    profiles,
+)
+
+COUNTS = (5_000, 10_000, 25_000, 50_000)
+LINK_GBIT = 5
+
+
+def _model_is_here(run_config: config.Config) -> bool:
+    return (run_config.target.model / "config.json").exists()
+
+
+def prompt_faults(run_config: config.Config) -> Iterator[str]:
+    """What 01b would stop at: files that are not there or hold nothing, and no row beside the held-out ones."""
+    for source in (*run_config.prompts, *run_config.acceptance.prompts):
+        try:
+            held = sources.count(source)
+        except ConfigError as error:
+            yield str(error)
+            return
+        if source.path and not held:
+            what = "does not exist" if held is None else "holds no conversation"
+            yield f"prompts {source.name}: {source.path} {what}"
+    asked = conversations_asked(run_config)
+    if asked and not rows_of(run_config, asked):
+        yield f"acceptance.held_out takes all {asked:,} conversations; lower it or add prompts"
+
+
+def answered_by(deadline: datetime, now: datetime, known: Rates) -> int:
+    """Rows that 01b has answered by then, its server and the trial's started before."""
+    seconds = (deadline - now).total_seconds() - known.start_seconds.typical * (2 if known.trial else 1)
+    return max(0, round(seconds * known.generate.typical / known.answer_tokens.typical))
+
+
+def disk_left(run_config: config.Config) -> float:
+    """Bytes the run may use: free space without the reserve."""
+    return max(0, files.free_bytes(run_config.run_dir) - run_config.extract.reserve_gb * 1e9)
+
+
+def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds: float | None) -> str:
+    """The most conversations that the sources hold and that fit disk and time.
+
+    In bf16 rather than fp8, a shorter max_seq_len as the last way.
+    """
+    free, held = disk_left(run_config), conversations_held(run_config)
+    counts = {*COUNTS, 1_000, 500, conversations_asked(run_config) or 0} - {0}
+    if held is not None:
+        counts = {count for count in counts if count < held} | {held}
+    for length in (run_config.target.max_seq_len, run_config.target.max_seq_len // 2):
+        for count in sorted(counts, reverse=True):
+            for dtype in ("bf16", "fp8"):
+                target = run_config.target.model_copy(update={"max_seq_len": length})
+                extract = run_config.extract.model_copy(update={"dtype": dtype})
+                tried = run_config.model_copy(update={"target": target, "extract": extract})
+                parts = estimate(tried, known, sizes(tried, platform), count)
+                if disk(parts) <= free and (seconds is None or whole(parts).typical <= seconds):
+                    return (
+                        f"{count:,} conversations, max_seq_len {length}, {dtype}: {duration(whole(parts))}, "
+                        f"{size(disk(parts))}"
+                    )
+    return f"not even {min(counts):,} conversations: free some disk (python -m drafter.disk du) or give it more time"
+
+
+# Words
+
+
+def duration(seconds: Range) -> str:
+    unit, name = (3600, "h") if seconds.typical >= 5400 else (60, "min")
+    low, typical, high = (getattr(seconds, part) / unit for part in ("low", "typical", "high"))
+    if f"{low:.1f}" == f"{high:.1f}":
+        return f"{typical:.1f} {name}"
+    return f"{typical:.1f} {name} ({low:.1f} to {high:.1f})"
+
+
+def clock(now: datetime, seconds: float) -> str:
+    """When that is: day and hour, without the hour where it is weeks away, years where the calendar ends."""
+    days = seconds / 86400
+    if days > 365:
+        return f"in {days / 365:,.0f} years"
+    then = now + timedelta(seconds=seconds)
+    return f"{then:%a %H:%M}" if days < 6 else f"{then:%Y-%m-%d}"
+
+
+def dollars(seconds: Range, usd_per_hour: Range) -> str:
+    if not usd_per_hour.high:
+        return "electricity"
+    low, high = seconds.low / 3600 * usd_per_hour.low, seconds.high / 3600 * usd_per_hour.high
+    return f"{low:.0f} to {high:.0f} USD"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
+    return "\n".join(lines)
+
+
+def moving(byte_count: float, link_gbit: float = LINK_GBIT) -> Range:
+    """Seconds to move so many bytes over a link, of which one copy reaches an eighth to two thirds."""
+    line = byte_count * 8 / (link_gbit * 1e9)
+    return Range(line * 1.5, line * 3, line * 8)
+
+
+def page(
+    run_config: config.Config,
+    platform: Profile,
+    now: datetime,
+    deadline: datetime | None = None,
+    done_by: datetime | None = None,
+) -> str:
+    """The plan as text: of a night whose 01b stops at `deadline`, held against when it is to be done."""
+    known = measured_or(run_config, platform)
+    count = sizes(run_config, platform)
+    asked = conversations_asked(run_config) or COUNTS[1]
+    rows = rows_of(run_config, asked)
+    answered = min(rows, answered_by(deadline, now, known)) if deadline else rows
+    taken = asked - rows + answered
+    parts = estimate(run_config, known, count, taken)
+    total = whole(parts)
+    body = [
+        [
+            part.stage,
+            "taken from another run" if part.stage in run_config.run.take else duration(part.seconds),
+            duration(part.start_seconds) if part.start_seconds.high else "",
+            f"{part.tokens / 1e6:.2f} M" if part.tokens else "",
+            size(part.bytes) if part.bytes else "",
+        ]
+        for part in parts
+    ]
+    body.append(["whole run", duration(total), "included", "", size(disk(parts))])
+    lines = [
+        *_of_another_machine(run_config, platform),
+        f"{run_config.run.name}: {answered:,} rows on {platform.title}"
+        + (f", of {rows:,} those answered by {deadline:%H:%M}" if answered < rows else "")
+        + (f"; {asked - rows:,} of {asked:,} conversations are held out" if asked > rows else ""),
+        "",
+        table(["stage", "work", "server starts", "tokens", "disk"], body),
+        "",
+        f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}",
+        *_of_a_deadline(parts, now, deadline, answered, rows),
+        *_of_the_trial(run_config, parts),
+        f"prompts: {'; '.join(map(_of_a_source, run_config.prompts))}",
+        "",
+    ]
+    lines += ["counted with:"]
+    for name, rate in (("generate", known.generate), ("extract", known.extract), ("train", known.train)):
+        lines.append(
+            f"  {name}: {rate.typical:,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}), {known.sources[name]}"
+        )
+    lines.append(
+        f"  evaluate: {known.evaluate.typical:,.2f} prompts/s ({known.evaluate.low:,.2f} to "
+        f"{known.evaluate.high:,.2f}), {known.sources['evaluate']}"
+    )
+    lines.append(f"  an answer: {known.answer_tokens.typical:,.0f} tokens, {known.sources['answer_tokens']}")
+    lines.append(f"  a row: {known.row_tokens.typical:,.0f} tokens, {known.sources['row_tokens']}")
+    lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({run_config.extract.dtype})")
+    if guesses(run_config) and _model_is_here(run_config):
+        again = run_config.pipeline("--plan", "--probe")
+        lines.append(f"  to measure that first, a few minutes beside two server starts: {again}")
+    lines += ["", *_fits(run_config, known, count, done_by, now), ""]
+    seconds = (done_by - now).total_seconds() if done_by else None
+    lines += [f"proposal: {proposal(run_config, known, platform, seconds)}", ""]
+    lines += _platforms(run_config, taken)
+    return "\n".join(lines)
+
+
+def _of_another_machine(run_config: config.Config, platform: Profile) -> list[str]:
+    planned = f"planned as {platform.model['name']} on {platform.title}"
+    if not _model_is_here(run_config):
+        return [f"target.model {run_config.target.model} is not here: {planned}", ""]
+    if here := other_machine(run_config, platform):
+        return [f"unknown machine ({here}, hidden size {run_config.target.architecture.hidden_size}): {planned}", ""]
+    return []
+
+
+def _of_a_deadline(
+    parts: list[Estimate], now: datetime, deadline: datetime | None, answered: int, rows: int
+) -> list[str]:
+    if deadline is None:
+        return []
+    if answered < rows:
+        return [f"deadline {deadline:%a %H:%M}: 01b stops there with about {answered:,} of {rows:,} rows"]
+    until = [part.stage for part in parts].index("01b_synthetic") + 1
+    done = clock(now, whole(parts[:until]).typical)
+    return [f"deadline {deadline:%a %H:%M}: 01b has all {rows:,} rows before it, at about {done}"]
+
+
+def _of_the_trial(run_config: config.Config, parts: list[Estimate]) -> list[str]:
+    if parts[0].stage != TRIAL:
+        return []
+    both = parts[0].seconds + parts[0].start_seconds + parts[1].start_seconds
+    return [
+        f"the first night begins with the warm start as it is, {duration(both)} with the start of 01b's server, "
+        "which makes room for it; acceptance.smoke=false goes without"
+    ]
+
+
+def _of_a_source(source: config.Source) -> str:
+    held = sources.count(source)
+    if held is not None:
+        drawn = ""
+        if source.count and source.count != held:
+            few = source.count > held
+            drawn = f"; {source.count:,} are asked for" if few else f", of which {source.count:,} are drawn"
+        return f"{source.name} holds {held:,} conversations{drawn}"
+    asked = f"{source.count:,}" if source.count else "all"
+    return f"{source.name}, {asked} conversations of {source.hub or source.path}"
+
+
+def guesses(run_config: config.Config) -> bool:
+    """Whether some rate is not this machine's own."""
+    known = measured_or(run_config, profile(default_profile(run_config)))
+    return not known.measured >= OF_PROFILE
+
+
+def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now: datetime) -> list[str]:
+    free, held = disk_left(run_config), conversations_held(run_config)
+    rows = []
+    for number in sorted({*COUNTS, conversations_asked(run_config) or COUNTS[1]}):
+        parts = estimate(run_config, known, count, number)
+        total, needed = whole(parts), disk(parts)
+        lacks = [f"{number - held:,} more prompts"] if held is not None and number > held else []
+        lacks += [f"{size(needed - free)} of disk"] if needed > free else []
+        verdict = [f"lacks {' and '.join(lacks)}" if lacks else "fits"]
+        if done_by:
+            late = total.typical - (done_by - now).total_seconds()
+            verdict.append("in time" if late <= 0 else f"{late / 3600:.1f} h late")
+        rows.append([f"{number:,}", duration(total), size(needed), ", ".join(verdict)])
+    return [table(["conversations", "whole run", "disk", f"against {size(free)} free beside the reserve"], rows)]
+
+
+def _platforms(run_config: config.Config, asked: int) -> list[str]:
+    """Where else: time and money of 01b to 04 on every platform for this size of model, its server already up.
+
+    Of a rented one, also what it costs to move the states there.
+    """
+    here = profile(default_profile(run_config))
+    rows, moves = [], []
+    for other in map(profile, profiles()):
+        if other.model["hidden_size"] != here.model["hidden_size"]:
+            continue
+        generate, extract, train = estimate(
+            run_config, of_profile(run_config, other), sizes(run_config, other), asked
+        )[:3]  # without a trial
+        made = generate.seconds + extract.start_seconds + extract.seconds + train.seconds
+        rows.append([other.title, duration(made), dollars(made, other.usd_per_hour)])
+        if other.usd_per_hour.high and extract.bytes:
+            hours = moving(extract.bytes) * (1 / 3600)
+            cost = f"{hours.low * other.usd_per_hour.low:.0f} to {hours.high * other.usd_per_hour.high:.0f} USD"
+            moves.append(
+                f"moving {size(extract.bytes)} of states to {other.title} over {LINK_GBIT} Gb/s: {hours.low:.1f} to "
+                f"{hours.high:.1f} h, {cost} of idle GPUs: train where they are"
+            )
+    return [table(["platform (01b, 02, 04)", "time", "cost"], rows), *moves]
+
+
+def show(
+    run_config: config.Config, profile_name: str | None, deadline: datetime | None, done_by: datetime | None
+) -> str:
+    """The page. Raises ConfigError for prompts and taken stages that are not here, and what the model refuses."""
+    for name in run_config.run.take:
+        stage.read_taken(run_config, name)
+    if "01b_synthetic" not in run_config.run.take:
+        for line in prompt_faults(run_config):
+            raise ConfigError(line)
+    if _model_is_here(run_config):
+        run_config.check_against_model()
+    platform = profile(profile_name or default_profile(run_config))
+    return page(run_config, platform, datetime.now(), deadline, done_by)
+
+
+def to_record(run_config: config.Config, limit: int | None = None) -> dict:
+    """Seconds, starts included, and bytes by stage, for the report to compare with what happened.
+
+    Of so many `conversations`: at most `limit` beside the held-out ones.
+    """
+    platform = profile(default_profile(run_config))
+    known = measured_or(run_config, platform)
+    count = conversations_asked(run_config) or COUNTS[1]
+    if limit is not None:
+        count = min(count, limit + held_out(run_config))
+    return {
+        part.stage: {
+            "conversations": count,
+            "seconds": dataclasses.asdict(part.seconds + part.start_seconds),
+            "bytes": round(part.bytes),
+        }
+        for part in estimate(run_config, known, sizes(run_config, platform), count)
+    } | {"sources": known.sources}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = stage.tool_parser(__doc__, "python -m drafter.pipeline.plan")
+    arguments.add_argument("--profile", metavar="NAME", help="a file of configs/profiles; default: this machine's")
+    arguments.add_argument("--deadline", metavar="HH:MM", help="when 01b is to stop generating")
+    arguments.add_argument("--done-by", metavar="HH:MM", help="say what is done by then, and propose it")
+    arguments.add_argument("--json", action="store_true", help="the estimate by stage, for programs")
+
+    def body(run_config: config.Config, args: argparse.Namespace) -> None:
+        now = datetime.now()
+        until = resolve(run_config, args.deadline, now)
+        text = show(run_config, args.profile, until and until.moment, next_time(args.done_by, now))
+        print(json.dumps(to_record(run_config)) if args.json else text)
+
+    return stage.run_tool("plan", body, arguments, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,242 @@
+"""How fast this machine is: earlier manifests where there are any, else the figures of a platform's profile."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import yaml
+
+from drafter import checked, config, run_files, stage
+from drafter.errors import ConfigError, StageError
+from drafter.serve import gpu
+from drafter.target import model_folder
+
+PROFILES = config.ROOT / "configs/profiles"
+LARGE_MODEL = 4096  # hidden size above which profiles of Kimi-K2.5 are nearer than those of SmolLM2
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    typical: float
+    high: float
+
+    def __add__(self, other: "Range") -> "Range":
+        return Range(self.low + other.low, self.typical + other.typical, self.high + other.high)
+
+    def __mul__(self, factor: float) -> "Range":
+        return Range(self.low * factor, self.typical * factor, self.high * factor)
+
+    def over(self, rate: "Range") -> "Range":
+        """Time for this much at that rate: low at the high rate."""
+        return Range(self.low / rate.high, self.typical / rate.typical, self.high / rate.low)
+
+
+def exactly(value: float) -> Range:
+    return Range(value, value, value)
+
+
+EXPORT_SECONDS = Range(3, 7, 20)  # imports, and the logits of two rows
+EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # of 6 a parameter: fp32 is read, bf16 written
+
+
+# Rates that a profile gives where nothing was measured; the others follow from these.
+OF_PROFILE = frozenset({"generate", "extract", "train", "answer_tokens", "row_tokens"})
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A platform, from a file in `configs/profiles`. Rates are Ranges."""
+
+    title: str
+    model: dict
+    answer_tokens: Range  # mean, where nothing is cut
+    start_minutes: Range
+    generate_tokens_per_s: Range
+    extract_tokens_per_s: Range
+    train_tokens_per_s: Range
+    usd_per_hour: Range = Range(0, 0, 0)
+    prompt_tokens: float = 0
+    gpu: str = ""  # in the name that nvidia-smi shows; without: a CPU
+    gpus: int = 0
+
+    def is_of(self, large: bool, gpus: list[str]) -> bool:
+        """Whether it was measured with a model of this size on a machine with such GPUs."""
+        if large != (self.model["hidden_size"] > LARGE_MODEL):
+            return False
+        return sum(self.gpu in name for name in gpus) >= self.gpus if self.gpu else not gpus
+
+
+def profiles() -> list[str]:
+    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+@cache
+def profile(name: str) -> Profile:
+    """Raises ConfigError naming the profiles there are."""
+    path = PROFILES / f"{name}.yaml"
+    if name not in profiles():
+        raise ConfigError(f"no profile {name}: choose from {', '.join(profiles())}")
+    fields = yaml.safe_load(path.read_text())
+    return Profile(**{key: Range(*value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the plan counts with, and where each figure comes from."""
+
+    start_seconds: Range
+    generate: Range  # tokens a second
+    extract: Range
+    train: Range
+    answer_tokens: Range  # of a row: what is written
+    row_tokens: Range  # what is read and trained on, the prompt included
+    evaluate: Range  # prompts a second of 06, under its first cell
+    export: Range  # seconds of 05
+    sources: dict[str, str]  # where each rate comes from, to be shown
+    measured: frozenset[str] = frozenset()  # the rates that earlier runs of this machine gave
+    trial: bool = False  # the untrained warm start is served before the night
+
+
+def of_profile(run_config: config.Config, platform: Profile) -> Rates:
+    """The platform's own figures."""
+    cut_at = run_config.generate.max_tokens
+    answer = _answer(platform, cut_at)
+    return Rates(
+        start_seconds=platform.start_minutes * 60,
+        generate=platform.generate_tokens_per_s,
+        extract=platform.extract_tokens_per_s,
+        train=platform.train_tokens_per_s,
+        answer_tokens=answer,
+        row_tokens=answer + exactly(platform.prompt_tokens),
+        evaluate=_evaluate(run_config, platform, platform.generate_tokens_per_s),
+        export=EXPORT_SECONDS + exactly(platform.model["drafter_parameters"] * 6).over(EXPORT_BYTES_PER_S),
+        sources=dict.fromkeys(OF_PROFILE, f"profile {platform.title}")
+        | {"evaluate": "counted from generate", "export": "counted from the drafter's size"},
+    )
+
+
+def _answer(platform: Profile, cut_at: float) -> Range:
+    return Range(*(mean_when_cut(mean, cut_at) for mean in dataclasses.astuple(platform.answer_tokens)))
+
+
+def _evaluate(run_config: config.Config, platform: Profile, generate: Range) -> Range:
+    """Prompts a second of 06's first cell, where nobody has measured them: as in 01b, with fewer in flight."""
+    acceptance = run_config.acceptance
+    rate = in_flight(generate, acceptance.cells[0].concurrency / run_config.generate.concurrency)
+    return rate.over(_answer(platform, acceptance.max_tokens))
+
+
+def in_flight(rate: Range, share: float) -> Range:
+    """A server's rate with this multiple of the requests in flight: between no change and in proportion.
+
+    With the root 06 takes what it took on both machines of docs/measurements.md.
+    """
+    return Range(rate.low * min(1, share), rate.typical * math.sqrt(share), rate.high * max(1, share))
+
+
+def mean_when_cut(mean: float, cut_at: float) -> float:
+    """Mean length of answers that are cut there: as measured, their lengths fall off exponentially."""
+    return mean * (1 - math.exp(-cut_at / mean))
+
+
+def measured_or(run_config: config.Config, platform: Profile) -> Rates:
+    """Measured where an earlier run of the same target on this machine left a manifest, else the platform's."""
+    rates = dataclasses.replace(of_profile(run_config, platform), trial=_to_be_tried(run_config))
+    measured = _measured(run_config)
+    for name, (value, run) in measured.items():
+        spread = Range(0.8 * value, value, 1.25 * value)
+        rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
+    rates = dataclasses.replace(rates, measured=frozenset(measured))
+    if "evaluate" not in rates.measured:
+        rates = dataclasses.replace(rates, evaluate=_evaluate(run_config, platform, rates.generate))
+    return rates
+
+
+def _to_be_tried(run_config: config.Config) -> bool:
+    if not (run_config.acceptance.smoke and run_config.train.warm_start):
+        return False
+    from drafter.acceptance import stage as acceptance  # needs torch, which other plans do without
+
+    try:
+        return acceptance.to_be_tried(run_config)
+    except StageError:  # the drafter or the target is not on this machine
+        return True
+
+
+def _measured(run_config: config.Config) -> dict[str, tuple[float, str]]:
+    """Rates by name, each the newest manifest's, with the run it comes from."""
+    found: dict[str, tuple[float, str]] = {}
+    for name, stage_name, read in (
+        ("generate", "01b_synthetic", lambda facts, _: facts["generation"]["output_tokens_per_second"]),
+        ("answer_tokens", "01b_synthetic", lambda facts, _: facts["rows"]["all"]["mean_tokens"]),
+        ("row_tokens", "02_hidden_states", lambda facts, made: facts["tokens"] / made["out"]),
+        ("extract", "02_hidden_states", lambda facts, _: facts["tokens_per_second"]),
+        ("train", "04_train", lambda facts, _: facts["tokens_per_second"]),
+        ("export", "05_export", lambda _, made: made["seconds"]),
+        ("evaluate", "06_acceptance", lambda _, made: _prompts_per_second(run_config, made)),
+    ):
+        for manifest in _manifests(run_config, stage_name):
+            try:
+                value = read(manifest["facts"], manifest)
+                if value > 0:
+                    found[name] = (value, manifest["folder"].parent.name)
+                    break
+            except (KeyError, TypeError, ZeroDivisionError):
+                continue
+    return found
+
+
+def _prompts_per_second(run_config: config.Config, made: dict) -> float:
+    """Of an earlier 06 with as many requests in flight and answers cut at the same length, else 0."""
+    acceptance = run_config.acceptance
+    if made["config"]["acceptance"]["max_tokens"] != acceptance.max_tokens:
+        return 0
+    report = checked.read(made["folder"] / "acceptance.json", run_files.Loads)
+    like = [each for each in report["measurements"] if each["concurrency"] == acceptance.cells[0].concurrency]
+    return sum(each["prompts"] for each in like) / sum(each["seconds"] for each in like)
+
+
+def _manifests(run_config: config.Config, stage_name: str) -> Iterable[dict]:
+    """Manifests of finished stages with this target, newest first, with their `folder` and `config`."""
+    found = []
+    for path in run_config.run.dir.glob(f"*/{stage_name}/manifest.json"):
+        try:
+            manifest = stage.read_manifest(path.parent)
+            resolved = stage.read_resolved(path.parent)
+        except (StageError, OSError):
+            continue
+        if (
+            manifest
+            and resolved
+            and manifest["status"] == "complete"
+            and resolved.get("target", {}).get("model") == str(run_config.target.model)
+        ):
+            found.append((path.stat().st_mtime, manifest | {"folder": path.parent, "config": resolved}))
+    return [manifest for _, manifest in sorted(found, key=lambda each: -each[0])]
+
+
+def default_profile(run_config: config.Config) -> str:
+    """The profile of this machine and size of model; where none `is_of` them, the nearest."""
+    large, gpus = _is_large(run_config), gpu.names()
+    nearest = "rtx_pro_6000_x8" if large else "h200_x1" if gpus else "cpu_2cores"
+    return next((name for name in profiles() if profile(name).is_of(large, gpus)), nearest)
+
+
+def other_machine(run_config: config.Config, platform: Profile) -> str | None:
+    """This machine in words, when the profile is of another one or of another size of model."""
+    gpus = gpu.names()
+    if platform.is_of(_is_large(run_config), gpus):
+        return None
+    return ", ".join(f"{count}x {name}" for name, count in Counter(gpus).items()) or "no NVIDIA GPU"
+
+
+def _is_large(run_config: config.Config) -> bool:
+    try:
+        return run_config.target.architecture.hidden_size > LARGE_MODEL
+    except ConfigError:
+        # The default model is made when it is needed; another one that is not here is planned for the large box.
+        return run_config.target.model != model_folder.DEFAULT_MODEL

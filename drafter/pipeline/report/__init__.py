@@ -1,0 +1,1 @@
+"""`report.html`: what a run did, on one page."""

@@ -1,0 +1,201 @@
+"""What a run has left behind so far, read for people: by `status` and by the report, whoever ran the stages."""
+
+import re
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from drafter import checked, config, files, process, progress, run_files, stage
+from drafter.errors import StageError
+from drafter.pipeline.deadline import ended_at
+
+NOT_ASKED = ("held_out", "duplicate")  # rejects that were never to be answered
+BEGINS = "begins: "  # in a stage's log, before what it says in one call
+BEGIN = re.compile(rf"^\d\d:\d\d:\d\d {BEGINS}.*\n?", re.MULTILINE)
+WORDS = {"01b_synthetic": "rows", "02_hidden_states": "rows", "06_acceptance": "measurements"}
+
+
+class Trouble(NamedTuple):
+    """Why a run stands still: `how` is the word for it, `failed` or `interrupted`, `at` the stage or empty."""
+
+    how: str
+    at: str
+    reason: str
+
+
+class Found:
+    """Everything a run has left behind so far."""
+
+    def __init__(self, run_config: config.Config):
+        self.config = run_config
+        self.state = checked.read(run_config.run_dir / "pipeline.json", run_files.State)
+        self.plan = checked.read(run_config.run_dir / "plan.json", run_files.Plan)
+        self.manifests = {}
+        for name in config.STAGES:
+            try:
+                self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
+            except StageError:
+                self.manifests[name] = {"stage": name, "status": "unreadable"}
+        self.acceptance = checked.read(
+            run_config.stage_dir("06_acceptance") / "acceptance.json", run_files.Acceptance
+        )
+        self.metrics = checked.records(run_config.stage_dir("04_train") / "metrics.jsonl", run_files.Metric)
+
+    def manifest(self, name: str) -> dict:
+        return self.manifests[name] or {}
+
+    def seen(self, name: str) -> dict:
+        """What the pipeline noted of a stage; nothing of a finished one whose folder was removed since."""
+        noted = self.state.get("stages", {}).get(name, {})
+        return {} if noted.get("status") == "complete" and not self.manifests[name] else noted
+
+    def progressed(self, name: str) -> list[dict]:
+        """How far a stage was and when, of all its calls."""
+        return checked.records(self.config.stage_dir(name) / progress.RECORDS, run_files.Progressed)
+
+    def log(self, name: str) -> str:
+        """A stage's talk, of all its calls by the pipeline."""
+        path = self._log(name)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def said(self, name: str) -> str:
+        """The talk of a stage's latest call alone: of one by hand nobody keeps it, and a server may start before."""
+        path = self._log(name)
+        began = max(seconds_of(self.manifest(name).get("started")), self.seen(name).get("started", 0))
+        if not path.exists() or path.stat().st_mtime < began:
+            return ""
+        return BEGIN.split(self.log(name))[-1]
+
+    def _log(self, name: str) -> Path:
+        return self.config.run_dir / "logs" / f"{name}.log"
+
+    def alive(self) -> bool:
+        """Whether the pipeline is at work on the run; of a copied run, it is at work on the original."""
+        return process.lives(self.state) and self.state.get("home") == files.home(self.config.run_dir)
+
+    def begun(self) -> bool:
+        """Whether this run has done anything; what it takes from another is not its own."""
+        stages = (self.stands(name) not in ("not begun", "taken") for name in config.STAGES)
+        return self.config.run_dir.exists() and (bool(self.state) or any(stages))
+
+    def stands(self, name: str) -> str:
+        """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
+        if name in self.config.run.take:
+            return "taken"
+        seen, manifest = self.seen(name), self.manifest(name)
+        if self.alive() and self.state.get("stage") == name and seen.get("status") == "running":
+            return "running"
+        if not manifest:
+            return {"running": "interrupted"}.get(seen.get("status"), seen.get("status")) or "not begun"
+        if manifest["status"] == "running":
+            return _at_work(manifest.get("process") or {})
+        if seen.get("status") == "failed" and seen.get("ended", 0) > seconds_of(manifest.get("updated")):
+            status = "failed"  # before it could write its manifest
+        else:
+            status = manifest["status"]
+        if status == "failed" and self._is_outdated(name):
+            return "begun"
+        return "complete" if ended_at(manifest) else status
+
+    def _is_outdated(self, name: str) -> bool:
+        """Whether a stage before this one was finished after this one failed: the failure may be repaired."""
+        failed = max(self.seen(name).get("ended", 0), seconds_of(self.manifest(name).get("updated")))
+        before = config.STAGES[: config.STAGES.index(name)]
+        finished = [
+            self.manifest(each) for each in before if self.manifest(each).get("status") in ("complete", "partial")
+        ]
+        return any(seconds_of(manifest.get("updated")) > failed for manifest in finished)
+
+    def trouble(self) -> Trouble | None:
+        """Why the run stands still; None once that stage, or one before it, was finished since."""
+        at, how = self.state.get("stage") or "", self.state.get("status")
+        if how == "running":
+            if self.alive():
+                return None
+            how = "interrupted"
+        repaired = at and (self.stands(at) == "complete" or (how == "failed" and self._is_outdated(at)))
+        if how in ("failed", "interrupted") and not repaired:
+            killed = "the pipeline was killed, or the machine restarted"
+            reason = "see the log of the stage" if how == self.state["status"] else killed
+            return Trouble(how, at, self.state.get("error") or reason)
+        for name, manifest in self.manifests.items():
+            if manifest and manifest.get("error") and self.stands(name) != "running" and not self._is_outdated(name):
+                return Trouble(manifest["status"], name, manifest["error"])
+        return None
+
+    def progress(self, name: str) -> str:
+        """How far a stage is, in its own unit; empty where nothing is known."""
+        manifest = self.manifest(name)
+        if name == "04_train":
+            done = next((record["step"] for record in reversed(self.metrics) if "step" in record), 0)
+            steps = manifest.get("facts", {}).get("steps")
+            return f"{done:,} of {steps:,} steps" if steps else ""
+        if name not in WORDS:
+            return ""
+        if manifest.get("status") == "running":  # its counts come at the end
+            began = seconds_of(manifest.get("started"))
+            last = next((each for each in reversed(self.progressed(name)) if each["at"] >= began), None)
+            return f"{last['done']:,} of {last['total']:,} {last['unit']}" if last else ""
+        if not manifest.get("in"):
+            return ""
+        rejected, out = manifest.get("rejected", {}), manifest.get("out", 0)
+        asked = manifest["in"] - sum(rejected.get(reason, 0) for reason in NOT_ASKED)
+        lost = sum(count for reason, count in rejected.items() if reason not in NOT_ASKED)
+        return (
+            f"{out:,} of {asked:,} {WORDS[name]}"
+            + (f", {lost:,} rejected" if lost else "")
+            + (", ended by its deadline" if ended_at(manifest) else "")
+        )
+
+    def seconds(self, name: str) -> float:
+        """What a stage has taken so far, all calls together; with its servers' starts where the pipeline ran it.
+
+        Nothing where it was taken from another run.
+        """
+        if name in self.config.run.take:
+            return 0
+        seen = self.seen(name)
+        spent = seen.get("seconds", 0)
+        if seen.get("status") == "running" and "started" in seen:
+            log = self._log(name)
+            # Of a call that was killed, the log's last line is the last that is known.
+            until = time.time() if self.alive() else log.stat().st_mtime if log.exists() else 0
+            spent += max(0, until - seen["started"])
+        manifest = self.manifest(name)
+        own = manifest.get("seconds", 0)
+        if manifest.get("status") == "running" and _at_work(manifest.get("process") or {}) == "running":
+            now = time.time()
+            own += now - (seconds_of(manifest.get("updated")) or now)
+        return max(spent, own)
+
+    def began(self, name: str) -> float:
+        """When a stage's call that is at work began, with its server's start where the pipeline runs it; else 0."""
+        if self.stands(name) != "running":
+            return 0
+        seen = self.seen(name)
+        ours = self.alive() and seen.get("status") == "running"
+        return seen.get("started", 0) if ours else seconds_of(self.manifest(name).get("started"))
+
+    def minutes(self, name: str) -> float | None:
+        seconds = self.seconds(name)
+        return round(seconds / 60, 1) if seconds else None
+
+    def planned(self, name: str) -> dict[str, float]:
+        """Minutes that the plan gave a stage: typical, low, high."""
+        return {part: round(value / 60, 1) for part, value in self.plan.get(name, {}).get("seconds", {}).items()}
+
+
+def seconds_of(moment: str | None) -> float:
+    """A manifest's time as a timestamp; 0 where there is none."""
+    try:
+        return checked.check(run_files.Moment, datetime.fromisoformat(moment).timestamp())
+    except (TypeError, ValueError, OverflowError, StageError):
+        return 0
+
+
+def _at_work(record: dict) -> str:
+    """Of a stage that has begun and not ended; another host's processes are not seen from here."""
+    if process.lives(record):
+        return "running"
+    return "interrupted" if record.get("boot") == process.boot() else "begun"

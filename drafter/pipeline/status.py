@@ -1,0 +1,93 @@
+"""`run_pipeline.sh status`: where the run is, read from another terminal and changing nothing.
+
+By hand: `python -m drafter.pipeline.status --config FILE`.
+"""
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+
+from drafter import config, files, stage
+from drafter.pipeline.run_state import Found
+from drafter.serve import gpu
+
+TAIL = 3  # lines of the current stage's log
+
+
+def lines(run_config: config.Config) -> Iterator[str]:
+    """The page, line by line."""
+    found = Found(run_config)
+    state, standing = found.state, {name: found.stands(name) for name in config.STAGES}
+    if not found.begun():
+        yield f"run {run_config.run.name} has not begun ({run_config.run_dir})"
+        return
+    alive, trouble = found.alive(), found.trouble()
+    yield f"run {run_config.run.name}: {_whole(found, standing)}, {run_config.run_dir}"
+    progress = {name: found.progress(name) for name in config.STAGES}
+    width = max(map(len, progress.values()))
+    for name, stands in standing.items():
+        yield f"  {name:<17} {stands:<12} {progress[name]:<{width}}  {_time(found, name)}".rstrip()
+    if left := _left(found):
+        yield f"  done at about {datetime.fromtimestamp(time.time() + left):%a %H:%M}, as planned for what is left"
+    if not alive and state.get("production"):
+        yield f"  the next run gives back: {', '.join(state['production'])}"
+    if trouble:
+        yield f"  last error: {trouble.reason}"
+    if state.get("stage"):
+        for line in found.said(state["stage"]).splitlines()[-TAIL:]:
+            yield f"  | {line}"
+    yield f"  disk: {files.size(files.free_bytes(run_config.run_dir))} free"
+    memory = gpu.read()
+    if memory.unknown:
+        yield f"  GPU memory: unknown ({memory.unknown})"
+    for index in sorted(memory.gpus):
+        yield f"  GPU {index}: " + (
+            f"{memory.used[index] / 1024:.1f} GiB in use" if index in memory.used else "unknown"
+        )
+
+
+def _whole(found: Found, standing: dict[str, str]) -> str:
+    """How the run stands: as the pipeline says, as long as nobody went on by hand."""
+    if set(standing.values()) <= {"complete", "taken"}:
+        return "complete"
+    trouble = found.trouble()
+    if trouble and found.state:
+        return f"{trouble.how}; the same command continues it" if trouble.how == "interrupted" else trouble.how
+    if found.alive() and found.state["status"] == "running":
+        return "running"
+    return "by hand" if "running" in standing.values() else "not complete"
+
+
+def _time(found: Found, name: str) -> str:
+    """Minutes of all calls, and of a call that is at work its own and its beginning."""
+    minutes, began = found.minutes(name) or 0, found.began(name)
+    parts = [f"{minutes:.1f} min"] if minutes else []
+    if began:
+        own = (time.time() - began) / 60
+        before = minutes - own > 0.1
+        parts.append((f"{own:.1f} of them " if before else "") + f"since {datetime.fromtimestamp(began):%H:%M}")
+    return ", ".join(parts)
+
+
+def _left(found: Found) -> float:
+    """Seconds of the plan that are left, as far as there is one; of a stage that is late, as late as planned."""
+    if not found.alive() or found.state["status"] != "running":
+        return 0
+    left = 0.0
+    for name in found.state.get("asked", config.STAGES):
+        if name in found.plan and found.seen(name).get("status") != "complete":
+            passed = found.seconds(name)
+            planned = found.plan[name]["seconds"]
+            left += planned["typical"] - passed
+            if passed > planned["typical"]:
+                left += max(planned["typical"], planned.get("high", 0)) - planned["typical"]
+    return max(0, left)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = stage.tool_parser(__doc__, "python -m drafter.pipeline.status")
+    return stage.run_tool("status", lambda run_config, _: print("\n".join(lines(run_config))), arguments, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,79 @@
+"""What the smoke test measured when vLLM served an untrained warm start: `smoke.json` in `run.dir`."""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from drafter import checked, contracts, files
+from drafter.config import Cell, Config
+from drafter.errors import ContractError
+from drafter.serve.decoding import Decoded
+from drafter.target import eagle3_folder
+from drafter.versions import versions
+
+NAME = "smoke.json"
+CELL = Cell(concurrency=4, temperature=0)
+DRAFT_TOKENS = CELL.num_speculative_tokens
+PROMPTS, TOKENS = 32, 64  # tokens a reply
+
+
+@dataclass(frozen=True, slots=True)
+class Smoke:
+    """tallies [N, 1 + DRAFT_TOKENS]: by prompt, drafted steps and those with at least 1, 2, ... tokens accepted."""
+
+    length: float
+    tallies: np.ndarray
+
+
+@checked.OPEN
+class Entry(TypedDict):
+    """One warm start in smoke.json."""
+
+    length: float
+    drafter: str
+    target: str
+    tallies: list[Annotated[list[contracts.Count], Field(min_length=1 + DRAFT_TOKENS, max_length=1 + DRAFT_TOKENS)]]
+
+
+def read(config: Config) -> dict[str, Any]:
+    return files.read_note(config.run.dir / NAME)
+
+
+def key(config: Config) -> str:
+    """What decides how the warm start is served: its content, the target's, the engine and its arguments."""
+    own, known = config.servers.evaluate, versions()
+    engine = [own.python, own.args, *(known.get(name) for name in eagle3_folder.ENGINES)]
+    return contracts.content_id([*_models(config), *engine])
+
+
+def record(config: Config, decoded: Decoded, length: float) -> None:
+    drafter, target = _models(config)
+    tallies = [_tally(reply.chunks) for reply in decoded.replies] if decoded.streams_agree else []
+    entry = {"length": length, "drafter": drafter, "target": target, "tallies": tallies}
+    files.write_json(config.run.dir / NAME, read(config) | {key(config): entry})
+
+
+def find(config: Config) -> Smoke | None:
+    """The last record of this warm start on this target, whatever the engine's arguments; None without one."""
+    drafter, target = _models(config)
+    for found in reversed(read(config).values()):
+        with contextlib.suppress(ContractError):  # an earlier version recorded the length alone
+            entry = checked.check(Entry, found)
+            if (entry["drafter"], entry["target"]) == (drafter, target):
+                tallies = np.array(entry["tallies"], dtype=np.float64).reshape(-1, 1 + DRAFT_TOKENS)
+                return Smoke(entry["length"], tallies[tallies[:, 0] > 0])
+    return None
+
+
+def _models(config: Config) -> list[str]:
+    return [eagle3_folder.identity(config.train.warm_start), files.fingerprint_path(config.target.model)]
+
+
+def _tally(chunks: list[int]) -> list[int]:
+    """The first chunk comes from the prefill, without a draft."""
+    accepted = [size - 1 for size in chunks[1:]]
+    return [len(accepted), *(sum(count >= k for count in accepted) for k in range(1, 1 + DRAFT_TOKENS))]

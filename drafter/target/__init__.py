@@ -1,0 +1,1 @@
+"""What a model folder or a drafter folder holds: architecture, weights, the format that vLLM serves."""

@@ -1,0 +1,1 @@
+"""Stage 04: hidden states in, checkpoints of the drafter out."""

@@ -1,0 +1,56 @@
+"""What the compact format costs a warm start: its step-0 loss on states as captured, and as the format keeps them."""
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from drafter.config import Config
+from drafter.contracts import Counts, IndexEntry
+from drafter.extract import states
+from drafter.target import eagle3_folder
+from drafter.target.head import read_verifier
+from drafter.train import draft_model, examples
+from drafter.train.draft_model import STATS
+
+TOKENS = 512  # of a row: the device belongs to the extract server, so the drafter runs on the CPU
+
+
+class FirstLoss:
+    """Sums over rows. Raises ConfigError and ContractError on a warm start that this target cannot use."""
+
+    def __init__(self, config: Config):
+        start, target = config.train.warm_start, config.target
+        verifier = read_verifier(target.model)
+        self.form = target.layer_ids, target.architecture.hidden_size, target.architecture.vocab_size
+        self.drafter = draft_model.build(
+            eagle3_folder.check_folder(start, target), eagle3_folder.read_config(start), verifier, target
+        )
+        self.drafter.prepare(verifier, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, steps=1)
+        self.scale = torch.ones(1)  # one step
+        self.sums = torch.zeros(2, len(STATS))
+
+    @torch.no_grad()
+    def add(self, entry: IndexEntry, file: Path) -> None:
+        """A row and its plain file. One with nothing to learn in its first tokens adds nothing."""
+        rows = examples.examples([entry], TOKENS, 1, Counts())
+        if not rows:
+            return
+        with TemporaryDirectory() as folder:  # under the name that its readers look for
+            path = Path(folder, entry.path)
+            path.parent.mkdir()
+            path.symlink_to(file)
+            pack = examples.Reader(Path(folder), *self.form, 1, think_end=None, pin=False).read(rows)
+        small = states.compact(pack.states)
+        kept = replace(pack, states=small["final"], aux=small["aux"], aux_scale=small["aux_scale"])
+        for number, one in enumerate((pack, kept)):
+            self.sums[number] += self.drafter(one, self.scale)[1].sum(0)[0]
+
+    def losses(self) -> dict[str, float] | None:
+        """Loss a supervised token, by `extract.dtype`; None when no row had one."""
+        count = self.sums[:, STATS.index("count")]
+        if not count.all():
+            return None
+        plain, compact = (self.sums[:, STATS.index("loss")] / count).tolist()
+        return {"bf16": plain, "fp8": compact}

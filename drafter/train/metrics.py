@@ -1,0 +1,98 @@
+"""What training shows: one record a step in `metrics.jsonl`, TensorBoard events where that package is installed."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drafter import files
+from drafter.train.batch import ANSWER, REASONING
+
+
+def summary(sums: Tensor) -> dict[str, Any]:
+    """Figures of the sums [K, 5] over anchors that the drafter's forward pass returns, one a TTT step.
+
+    accuracy: the guess is the token that the target wrote; conditional: given that all before it were right;
+    expected_acceptance: 1 + the sum of P(all guesses up to k right), the acceptance length that serving would show
+    with as many speculative tokens. A token outside the draft vocabulary is a miss.
+    """
+    count, loss, right, prefix, before = sums.double().clamp(min=0).T
+    asked = count.clamp(min=1)
+    return {
+        "guesses": [int(n) for n in count],
+        "loss": _rounded(loss / asked),
+        "accuracy": _rounded(right / asked),
+        "conditional_accuracy": _rounded(prefix / before.clamp(min=1)),
+        "expected_acceptance": round(1 + float((prefix / asked).sum()), 6),
+    }
+
+
+def summary_by_region(sums: Tensor) -> dict[str, Any]:
+    """`summary` of sums [2, K, 5] over all anchors, and for reasoning and answer apart where both occur."""
+    result = summary(sums.sum(0))
+    if sums[REASONING, 0, 0] and sums[ANSWER, 0, 0]:
+        result |= {"reasoning": summary(sums[REASONING]), "answer": summary(sums[ANSWER])}
+    return result
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(float(value), 6) for value in values]
+
+
+class Metrics:
+    """Writes both sinks. A resumed run drops the records after its checkpoint: every step stands there once.
+
+    `step` is the checkpoint's, `validated` that of its last validation.
+    """
+
+    def __init__(self, folder: Path, step: int, validated: int):
+        path, last = folder / "metrics.jsonl", {"train": step, "validation": validated}
+        if path.exists():
+            files.write_text(path, "".join(f"{line}\n" for line in _up_to(path, last)))
+        self._journal = files.Journal(path)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self._board = None
+        else:
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, kind: str, step: int, figures: dict[str, Any]) -> None:
+        """`kind` is "train" or "validation"."""
+        self._journal.append({"kind": kind, "step": step, **figures})
+        if self._board is not None:
+            for name, value in _scalars(figures):
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def sync(self) -> None:
+        """Before a checkpoint appears: what led to it must not be lost."""
+        self._journal.sync()
+        if self._board is not None:
+            self._board.flush()
+
+    def close(self) -> None:
+        self._journal.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _up_to(path: Path, last: dict[str, int]) -> Iterator[str]:
+    """Lines of the records up to the `last` step of their kind, without broken ones: nothing depends on them."""
+    for line in path.read_text(errors="replace").split("\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            if record["step"] <= last[record["kind"]]:
+                yield line
+
+
+def _scalars(figures: dict[str, Any], prefix: str = ""):
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, list):
+            yield from ((f"{prefix}{name}_{k}", v) for k, v in enumerate(value))
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", value

@@ -1,0 +1,72 @@
+"""The update: AdamW on fp32 masters with its schedule, clipping and an optional pull towards the warm start."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from drafter.config import Train
+from drafter.errors import ContractError
+from drafter.train import distributed
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(step: int, total: int, train: Train) -> float:
+    """Linear warm-up, then a cosine to `min_lr_share`. A function of the step alone: resuming cannot shift it."""
+    warmup = max(1, round(train.warmup_share * total))
+    if step <= warmup:
+        return train.lr * step / warmup
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup + 1)))  # the last step still counts
+    return train.lr * (train.min_lr_share + (1 - train.min_lr_share) * cosine)
+
+
+class Optimizer:
+    """Updates `parameters`, by native name, sharded or not.
+
+    `anchor` holds whole tensors by the same names that L2-SP pulls towards.
+    """
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], train: Train, anchor: dict[str, Tensor] | None):
+        self.parameters, self.train = parameters, train
+        decayed = [p for p in parameters.values() if p.ndim > 1]
+        plain = [p for p in parameters.values() if p.ndim == 1]
+        groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        self._adamw = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, fused=True)
+        self._anchor = None
+        if anchor is not None:
+            whole = ((anchor[name].float(), p) for name, p in parameters.items())
+            self._anchor = [distributed.local(distributed.like(tensor, p)).clone() for tensor, p in whole]
+
+    def clip(self) -> Tensor:
+        """The gradients' norm over all ranks, before they are clipped to `grad_clip`."""
+        return distributed.whole(torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.train.grad_clip))
+
+    def step(self, lr: float) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        if self._anchor is not None:
+            own = [distributed.local(p).detach() for p in self.parameters.values()]
+            torch._foreach_lerp_(own, self._anchor, lr * self.train.l2_sp)
+
+    def moments(self) -> dict[str, Tensor]:
+        """As `<native name>.exp_avg` and `.exp_avg_sq`, sharded as their parameters are."""
+        state = self._adamw.state
+        return {f"{name}.{kind}": state[p][kind] for name, p in self.parameters.items() for kind in MOMENTS}
+
+    def check(self, moments: dict[str, Tensor]) -> None:
+        """Raises ContractError when whole `moments` are not these parameters'."""
+        for name, parameter in self.parameters.items():
+            for key in (f"{name}.{kind}" for kind in MOMENTS):
+                if key not in moments or moments[key].shape != parameter.shape:
+                    raise ContractError(f"the checkpoint's moments do not fit the drafter: {key}")
+
+    def load(self, moments: dict[str, Tensor], step: int) -> None:
+        """Continue after `step` steps with rank 0's whole `moments`; the other ranks need none."""
+        for name, parameter in self.parameters.items():
+            kinds = {kind: distributed.received(moments.get(f"{name}.{kind}"), parameter) for kind in MOMENTS}
+            steps = torch.tensor(float(step), device=parameter.device)
+            self._adamw.state[parameter] = {"step": steps, **kinds}

@@ -1,0 +1,88 @@
+"""Stage 04: teach the drafter to say what the target says. What is checked and claimed around the loop."""
+
+from drafter.errors import ContractError, ResumableError, StageError
+from drafter.stage import Stage, read_manifest, say
+from drafter.target import eagle3_folder, weights_fingerprint
+from drafter.train import checkpoint, examples
+from drafter.train.dataset import Dataset, read_dataset
+
+QUESTION = (
+    "run.seed", "target.model", "target.layer_ids", "target.max_seq_len", "train.warm_start",
+    "train.draft_vocab_size", "train.draft_intermediate_size", "train.trainable", "train.lr", "train.warmup_share",
+    "train.min_lr_share", "train.weight_decay", "train.betas", "train.grad_clip", "train.l2_sp", "train.ttt_steps",
+    "train.ttt_decay", "train.precision", "train.validation_share",
+)  # fmt: skip
+
+
+def run(stage: Stage) -> dict:
+    """Train until done, early stop or a signal. Raises Interrupted after saving when a signal came."""
+    from drafter.train import distributed  # ten seconds of imports, which a plan does without
+    from drafter.train.loop import Training, check_resumable
+
+    with distributed.ranks() as ranks:
+        stage.require("02_hidden_states")
+        eagle3_folder.check_settings(stage.config)
+        ranks.on_main(lambda: stage.lock("02_hidden_states"))
+        dataset = read_dataset(stage, ranks.world)
+        rows = [dataset.plan.fingerprint, *(row.entry.row_id for row in dataset.validation)]
+        if not ranks.all(ranks.decide(lambda: rows) == rows):
+            raise ResumableError(
+                f"the ranks read different rows from {dataset.folder / examples.INDEX}: one host sees an older file; "
+                "run the same command again"
+            )
+
+        def look() -> tuple[bool, dict | None]:
+            stage.refuse_another_question()  # before anything is written: a refusal leaves the run as it stands
+            finished = is_finished(stage, dataset)
+            if not finished:
+                weights_fingerprint.check(stage.config, recording=False)
+                check_resumable(stage, dataset)
+            return finished, read_manifest(stage.folder)
+
+        finished, before = ranks.decide(look)
+
+        def claim() -> None:
+            stage.facts["steps"] = len(dataset.plan.steps)
+            stage.begin(QUESTION)
+
+        ranks.on_main(claim)
+        if finished:
+            stage.facts = before["facts"]
+            say("trained already: %s", stage.facts["best"])
+        else:
+            Training(stage, dataset, ranks).run()
+        stage.counts.done = stage.counts.total - stage.counts.rejected.total()
+        return stage.finish() if ranks.main else {}
+
+
+def plan(stage: Stage) -> dict:
+    """What `run` would do, and what is missing for it."""
+    config, findings, pending = stage.config, [], 1
+    folder = config.stage_dir("02_hidden_states")
+    if not (folder / examples.INDEX).exists():
+        findings.append(f"no hidden states in {folder}")
+    else:
+        try:
+            dataset = read_dataset(stage, config.train.processes)
+        except ContractError as error:  # 02 may have written none yet, or go on and mend it
+            findings.append(str(error))
+        else:
+            done = checkpoint.complete_steps(stage.folder)
+            pending = max(1, len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0))
+            pending = 0 if is_finished(stage, dataset) else pending
+    try:
+        eagle3_folder.check_settings(config)
+    except StageError as error:
+        findings.append(str(error))
+    return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+
+
+def is_finished(stage: Stage, dataset: Dataset) -> bool:
+    """The last run got to its end, and the end has not moved since."""
+    manifest = read_manifest(stage.folder)
+    facts = manifest["facts"] if manifest else {}
+    return (
+        facts.get("steps") == len(dataset.plan.steps)
+        and facts.get("plan") == dataset.plan.fingerprint
+        and not checkpoint.missing_files(stage.folder / facts.get("best", "none"))
+    )
