@@ -330,7 +330,14 @@ def chosen(first: str | None, only: str | None) -> tuple[Step, ...]:
 
 
 def default_config() -> Path:
-    return config.ROOT / "configs" / ("smollm2_gpu.yaml" if gpu.read().gpus else "smollm2_cpu.yaml")
+    """The config of a call that names none. Raises ConfigError where a loaded driver does not list its GPUs."""
+    found = gpu.read()
+    if found.unknown and gpu.DRIVER.exists():
+        raise ConfigError(
+            f"{found.unknown}, so whether this machine has a GPU is unknown: name the config, "
+            "configs/smollm2_gpu.yaml or configs/smollm2_cpu.yaml"
+        )
+    return config.ROOT / "configs" / ("smollm2_gpu.yaml" if found.gpus else "smollm2_cpu.yaml")
 
 
 def main(argv: list[str] | None = None) -> int:

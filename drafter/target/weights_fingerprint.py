@@ -26,12 +26,12 @@ THREADS = 16
 def check(config: Config, recording: bool) -> None:
     """Compare the target with the one that the hidden states in 02's folder came from.
 
-    `recording`: stage 02 notes it where nothing is noted yet. Folders of earlier versions have no record and are not
-    compared. Raises ConfigError when the weights differ.
+    `recording`: stage 02 notes it before the first states. States of an earlier version have no record, get none,
+    since their target may have changed since, and are not compared. Raises ConfigError when the weights differ.
     """
     folder = config.stage_dir("02_hidden_states")
     recorded = files.read_note(folder / RECORD, weights=str).get("weights")
-    if recorded is None and not recording:
+    if recorded is None and (not recording or any(folder.glob("??/*.safetensors"))):
         return
     found = fingerprint(config.target.model, config.run.dir / CACHE)
     if found is None:
