@@ -1,6 +1,7 @@
 """What runs hold on the data volume, and what of it can go.
 
-By hand: `python -m drafter.disk du|clean --config FILE`. `clean` proposes; `--yes` frees.
+By hand: `python -m drafter.disk du|clean [RUN/STAGE or RUN ...] --config FILE`. `clean` shows what exported runs no longer
+need, or exactly the folders that are named; `--yes` frees it.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -147,15 +148,28 @@ def in_use(run: Path, name: str) -> str:
     return "another process reads it" if locks.in_use(run / name, readers=True) else ""
 
 
-def chosen(held: list[Held], also: tuple[str, ...] = ()) -> Iterator[Held]:
-    """What `clean` frees: what was proposed and the folders named in `also` (RUN/STAGE), never one in use."""
-    return (each for each in held if (each.proposed or each.name in also) and not each.busy)
+def naming(held: list[Held], folders: list[str], run_dir: Path) -> list[Held]:
+    """The same folders with those proposed that are named, as RUN/STAGE or as RUN for all of its, and no other one.
+
+    Raises ConfigError for a name that is neither. One in use is never proposed.
+    """
+    names = {folder.rstrip("/") for folder in folders}
+    if unknown := names - {each.name for each in held} - {each.run.name for each in held}:
+        raise ConfigError(
+            f"no stage folder RUN/STAGE and no run with one below {run_dir}: {', '.join(sorted(unknown))}; "
+            "nothing was freed"
+        )
+    return [
+        each if each.busy else replace(each, proposed=named, why="named" if named else "not named")
+        for each in held
+        for named in [bool(names & {each.name, each.run.name})]
+    ]
 
 
-def clean(held: list[Held], freed_log: Path, also: tuple[str, ...] = ()) -> int:
-    """Free what is `chosen` and not in use by now; bytes freed."""
+def clean(held: list[Held], freed_log: Path) -> int:
+    """Free what is proposed and not in use by now; bytes freed."""
     freed = 0
-    for each in chosen(held, also):
+    for each in (each for each in held if each.proposed):
         try:
             _free(each)
         except ConfigError as error:
@@ -201,31 +215,31 @@ def table(held: list[Held]) -> str:
 def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.disk")
     arguments.add_argument("verb", choices=("du", "clean"))
-    arguments.add_argument("folders", nargs="*", metavar="RUN/STAGE", help="clean these too, exported or not")
-    arguments.add_argument("--yes", action="store_true", help="really free what clean proposes")
+    arguments.add_argument("folders", nargs="*", metavar="RUN[/STAGE]", help="exactly these, exported or not")
+    arguments.add_argument("--yes", action="store_true", help="really free what clean shows")
     return stage.run_tool("disk", _command, arguments, argv)
 
 
 def _command(run_config: config.Config, args: argparse.Namespace) -> None:
     held = survey(run_config)
-    unknown = set(args.folders) - {each.name for each in held}
-    if unknown:
-        raise ConfigError(f"no such folder below {run_config.run.dir}: {', '.join(sorted(unknown))}")
+    if args.folders:
+        held = naming(held, args.folders, run_config.run.dir)
     print(table(held))
     for line in strangers(run_config.run.dir):
         print(line)
-    if args.verb == "clean":
-        for each in held:
-            if each.name in args.folders and each.busy:
-                print(f"keeps {each.folder}: {each.why}")
-    if args.verb == "clean" and args.yes:
-        freed = clean(held, run_config.run.dir / FREED_LOG, tuple(args.folders))
-        print(f"{files.size(freed)} freed")
-    elif args.verb == "clean":
-        would = list(chosen(held, tuple(args.folders)))
-        for each in would:
-            print(f"would free {each.folder}, {files.size(each.bytes)}")
-        print(f"{files.size(sum(each.bytes for each in would))} would be freed with --yes")
+    if args.verb == "du":
+        return
+    named = {folder.rstrip("/") for folder in args.folders}
+    for each in held:
+        if each.busy and named & {each.name, each.run.name}:
+            print(f"keeps {each.folder}: {each.why}")
+    if args.yes:
+        print(f"{files.size(clean(held, run_config.run.dir / FREED_LOG))} freed")
+        return
+    would = [each for each in held if each.proposed]
+    for each in would:
+        print(f"would free {each.folder}, {files.size(each.bytes)}")
+    print(f"{files.size(sum(each.bytes for each in would))} would be freed with --yes")
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def run_tool(
     sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
         with signals.listening(*signals.wanted()):
-            args = arguments.parse_args(argv)
+            args = arguments.parse_intermixed_args(argv)  # options before, between and after the names
             code = body(config.load(args.config, args.overrides), args)
             sys.stdout.flush()
             return code or 0

@@ -89,6 +89,36 @@ def test_an_unexported_runs_folder_goes_only_when_named(runs):
 
 
 @pytest.mark.parametrize(
+    ("named", "freed"),
+    [
+        (["unexported/01b_synthetic"], {"unexported/01b_synthetic"}),
+        (["unexported/01b_synthetic/", "exported/05_export"], {"unexported/01b_synthetic", "exported/05_export"}),
+        (["unexported"], {f"unexported/{name}" for name in config.STAGES}),
+    ],
+)
+@pytest.mark.parametrize("order", [("--yes", "names"), ("names", "--yes"), ("--yes", "verb", "names")])
+def test_clean_frees_exactly_the_named_folders(runs, capsys, named, freed, order):
+    """`clean hand/01b_synthetic --yes` also freed the states of another, exported run; `--yes` first was refused."""
+    words = {"names": named, "--yes": ["--yes"], "verb": ["clean"]}
+    before = folders(runs)
+    line = [word for part in order for word in words[part]]
+    assert call(runs, *(line if "verb" in order else ["clean", *line])) == 0
+    assert before - folders(runs) == freed
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1 : 1 + len(before)]]
+    assert {f"{row[0]}/{row[1]}" for row in rows if "free" in row} == freed
+    assert all(("named" if "free" in row else "not named") in " ".join(row) for row in rows)
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "exported/nothing", "exported/data", "freed.jsonl", "."])
+def test_a_name_that_is_no_stage_folder_and_no_run_frees_nothing(runs, wrong, capsys):
+    """It freed what was proposed instead."""
+    before = folders(runs)
+    assert call(runs, "clean", "unexported/04_train", wrong, "--yes") == 2
+    assert f": {wrong}; nothing was freed" in capsys.readouterr().err
+    assert folders(runs) == before
+
+
+@pytest.mark.parametrize(
     "named", [(), ("unexported/02_hidden_states",), ("exported/04_train", "unexported/05_export")]
 )
 @pytest.mark.parametrize("running", ["exported", "exported/02_hidden_states", "none"])
@@ -168,8 +198,9 @@ def test_no_folder_goes_while_a_stage_of_another_run_reads_it(runs, capsys):
     """Seam H2: named or proposed."""
     with held("reading", runs / "exported" / STATES):
         assert call(runs, "clean", f"exported/{STATES}", "--yes") == 0
+        assert f"keeps {runs}/exported/{STATES}: another process reads it" in capsys.readouterr().out
+        assert call(runs, "clean", "--yes") == 0
     assert f"exported/{STATES}" in folders(runs) and f"exported/{WEIGHTS}" not in folders(runs)
-    assert f"keeps {runs}/exported/{STATES}: another process reads it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [STATES, WEIGHTS])
