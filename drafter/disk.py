@@ -1,7 +1,7 @@
 """What runs hold on the data volume, and what of it can go.
 
-By hand: `python -m drafter.disk du|clean [RUN/STAGE or RUN ...] --config FILE`. `clean` shows what exported runs no longer
-need, or exactly the folders that are named; `--yes` frees it.
+By hand: `python -m drafter.disk du|clean [RUN/STAGE or RUN ...] --config FILE`. `clean` shows what exported runs no
+longer need, or exactly the folders that are named; `--yes` frees it.
 """
 
 import argparse

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -62,8 +62,10 @@ print(json.dumps([sys.executable, sorted(pair for pair in found if pair[0] in wa
 """
 
 
-def check(run_config: config.Config, keep: bool = False) -> Iterator[str]:
-    """Whether vLLM can draft for this kind of model and knows the flags of the roles that it serves.
+def check(
+    run_config: config.Config, keep: bool = False, started: Collection[config.Role] = get_args(config.Role)
+) -> Iterator[str]:
+    """Whether vLLM can draft for this kind of model and knows the flags of the roles that will be `started`.
 
     The answer is taken from `run.dir` when the same engine was asked the same before, and kept there with `keep`.
     """
@@ -95,7 +97,8 @@ def check(run_config: config.Config, keep: bool = False) -> Iterator[str]:
     if answer["eagle3"] is False:
         yield f"this vLLM knows no EAGLE-3 drafter for {architecture}; Kimi needs {eagle3_folder.MIN_ENGINE} or newer"
     for role, why in answer["refused"].items():
-        yield f"servers.{role}.args: vLLM refuses them: {why}"
+        if role in started:
+            yield f"servers.{role}.args: vLLM refuses them: {why}"
 
 
 def _path(run_config: config.Config) -> Path:

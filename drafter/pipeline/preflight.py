@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -16,7 +16,7 @@ from drafter.errors import ConfigError, StageError
 from drafter.files import GIB, size
 from drafter.generate import chat
 from drafter.pipeline import engine_check, estimates, plan, rates, sharing, unit_layers
-from drafter.serve import command_server, gpu, readiness, roles, systemd
+from drafter.serve import command_server, gpu, readiness, roles, smoke_record, systemd
 from drafter.target import eagle3_folder, head
 
 SHARED = Path("/dev/shm")
@@ -25,7 +25,14 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 MIB = 2**20
 CONTEXT = {"generate": "generate.max_tokens", "extract": "target.max_seq_len", "evaluate": "acceptance.max_tokens"}
 
-Check = Callable[[config.Config], Iterable[str]]
+ROLES: tuple[config.Role, ...] = get_args(config.Role)
+STARTS: dict[config.StageName, config.Role] = {
+    "01b_synthetic": "generate",
+    "02_hidden_states": "extract",
+    "06_acceptance": "evaluate",
+}
+
+Check = Callable[..., Iterable[str]]
 
 
 def findings(
@@ -37,16 +44,37 @@ def findings(
     """
     stages = [name for name in config.STAGES if name in set(stages)]
     found = missing_inputs(run_config, stages)
+    started = roles_started(run_config, stages)
     for needed_by, check in CHECKS:
         stopped = next((name for name in stages if name in needed_by), None)
         if stopped:
+            given = {"started": started} if check in OF_ROLES else {}
+            if check is engine_check.check:
+                given["keep"] = keep
             try:
-                made = check(run_config, keep) if check is engine_check.check else check(run_config)
-                for line in made:
+                for line in check(run_config, **given):
                     found.setdefault(line, stopped)
             except (StageError, OSError) as error:
                 found.setdefault(str(error), stopped)
     return found
+
+
+def roles_started(run_config: config.Config, stages: Collection[config.StageName]) -> list[config.Role]:
+    """The roles that these stages start, and the test of the warm start before them when it is still to be made."""
+    needed = {STARTS[name] for name in stages if name in STARTS}
+    if (
+        "evaluate" not in needed
+        and "04_train" in stages
+        and run_config.acceptance.smoke
+        and run_config.train.warm_start
+    ):
+        try:
+            tested = smoke_record.key(run_config) in smoke_record.read(run_config)
+        except (StageError, OSError):  # `reference` or `target` names what is missing
+            tested = False
+        if not tested:
+            needed.add("evaluate")
+    return [role for role in ROLES if role in needed]
 
 
 def inputs(run_config: config.Config, name: config.StageName) -> list[config.StageName]:
@@ -109,9 +137,9 @@ def sources(run_config: config.Config) -> Iterator[str]:
         yield f"generate.min_rows: {least:,} is more than the {rows:,} rows that prompts give"
 
 
-def servers(run_config: config.Config) -> Iterator[str]:
+def servers(run_config: config.Config, started: Collection[config.Role] = ROLES) -> Iterator[str]:
     """What a role is started and asked with: interpreter, API key, a context that the run fits in."""
-    for role in get_args(config.Role):
+    for role in started:
         own = getattr(run_config.servers, role)
         if own.api_key_env and own.api_key_env not in os.environ:
             yield f"servers.{role}.api_key_env: it names a variable that is not set"
@@ -154,10 +182,10 @@ def memory(run_config: config.Config) -> Iterator[str]:
         yield f"extract.queue_gb: {size(asked)} of states would wait in this machine's {size(has)} of memory"
 
 
-def cache(run_config: config.Config) -> Iterator[str]:
+def cache(run_config: config.Config, started: Collection[config.Role] = ROLES) -> Iterator[str]:
     """The KV cache of a server on the CPU fits in memory. vLLM says so 50 lines before its log ends."""
     has = memory_limit()
-    for role in get_args(config.Role):
+    for role in started:
         own = getattr(run_config.servers, role)
         asked = own.env.get(CPU_CACHE, os.environ.get(CPU_CACHE, ""))
         if own.kind == "command" and asked.isdecimal() and int(asked) * GIB > has:
@@ -175,11 +203,11 @@ def memory_limit() -> int:
     return machine
 
 
-def shared_memory(run_config: config.Config) -> Iterator[str]:
+def shared_memory(run_config: config.Config, started: Collection[config.Role] = ROLES) -> Iterator[str]:
     """A server of several processes, as every one on the CPU is, passes messages through /dev/shm."""
     found = gpu.read()
     on_cpu = not found.gpus and not found.unknown
-    for role in get_args(config.Role):
+    for role in started:
         own = getattr(run_config.servers, role)
         ranks = own.flags.get("tensor-parallel-size", 1)
         if own.kind != "command" or not SHARED.is_dir() or not (on_cpu or (isinstance(ranks, int) and ranks > 1)):
@@ -202,9 +230,9 @@ def versions(run_config: config.Config) -> Iterator[str]:
     yield from ()
 
 
-def ports(run_config: config.Config) -> Iterator[str]:
+def ports(run_config: config.Config, started: Collection[config.Role] = ROLES) -> Iterator[str]:
     """A `command` role that is not up yet needs its port free."""
-    for role in get_args(config.Role):
+    for role in started:
         own = getattr(run_config.servers, role)
         if own.kind != "command" or roles.alive(run_config, role):
             continue
@@ -216,9 +244,9 @@ def units(run_config: config.Config) -> Iterator[str]:
     """The units are installed, and sudo lets this user start, stop and read them as configured.
 
     Nothing is started or stopped to find out. What sudo lists may still ask for a password, which only running it
-    would show.
+    would show. Those of every role are looked at, since the pipeline stops and gives back all of them.
     """
-    for role in get_args(config.Role):
+    for role in ROLES:
         own = getattr(run_config.servers, role)
         if own.kind != "systemd":
             continue
@@ -275,9 +303,9 @@ def space(run_config: config.Config) -> Iterator[str]:
         )
 
 
-def gpus(run_config: config.Config) -> Iterator[str]:
+def gpus(run_config: config.Config, started: Collection[config.Role] = ROLES) -> Iterator[str]:
     found = gpu.read()
-    named = {number for role in get_args(config.Role) for number in getattr(run_config.servers, role).gpus}
+    named = {number for role in started for number in getattr(run_config.servers, role).gpus}
     if named and found.unknown and not found.lasting:
         numbers = ", ".join(map(str, sorted(named)))
         yield f"servers.*.gpus: it is unknown whether GPU {numbers} is free: {found.unknown}"
@@ -294,6 +322,7 @@ def ranks(run_config: config.Config) -> Iterator[str]:
         yield f"train.processes: {asked} ranks, and this machine has {len(present)} GPUs"
 
 
+OF_ROLES = (ports, servers, cache, shared_memory, gpus, engine_check.check)  # take the roles that will be started
 SERVED = ("01b_synthetic", "02_hidden_states", "06_acceptance")
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (config.STAGES, folders),
@@ -305,12 +334,12 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (SERVED, units),
     (("02_hidden_states",), sharing.shared_folder),
     (("02_hidden_states",), unit_layers.check),
-    (SERVED, ports),
-    (SERVED, servers),
+    ((*SERVED, "04_train"), ports),
+    ((*SERVED, "04_train"), servers),
     (("02_hidden_states",), memory),
-    (SERVED, cache),
-    (SERVED, shared_memory),
-    (SERVED, gpus),
+    ((*SERVED, "04_train"), cache),
+    ((*SERVED, "04_train"), shared_memory),
+    ((*SERVED, "04_train"), gpus),
     (("04_train",), ranks),
     (("04_train",), training),
     (("06_acceptance",), versions),

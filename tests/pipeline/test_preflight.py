@@ -18,7 +18,7 @@ import pytest
 from drafter import config
 from drafter.errors import ConfigError
 from drafter.pipeline import engine_check, preflight, sharing
-from drafter.serve import systemd
+from drafter.serve import smoke_record, systemd
 from tests.conftest import CPU_CONFIG, free_port
 from tests.serve.test_roles import SCRIPTS, machine  # noqa: F401 - a fixture
 
@@ -206,6 +206,55 @@ def test_a_taken_port_is_found_and_named(load):
         taken.bind(("127.0.0.1", int(run_config.servers.extract.url.rpartition(":")[2])))
         taken.listen()
         assert any("servers.extract.url: cannot listen" in each for each in found(run_config))
+
+
+LEFT = {"generate": "01b_synthetic", "extract": "02_hidden_states", "evaluate": "06_acceptance"}
+
+
+def finish(run_config, *names):
+    for name in names:
+        (manifest := run_config.stage_dir(name) / "manifest.json").parent.mkdir(parents=True, exist_ok=True)
+        manifest.touch()
+
+
+OF_A_ROLE = {
+    "": "url: cannot listen",
+    "python=/nowhere/python": "python: no program",
+    "api_key_env=NO_SUCH_KEY": "api_key_env: it names",
+    "env={VLLM_CPU_KVCACHE_SPACE: '999999'}": "GiB of KV cache do not fit",
+    "gpus=[99]": "no GPU 99",
+}
+
+
+@pytest.mark.parametrize("role", LEFT)
+@pytest.mark.parametrize("override", OF_A_ROLE)
+def test_a_role_is_checked_only_while_a_stage_that_starts_it_is_left(load, role, override):
+    """With 01b and 02 complete, a taken port of `generate` stopped `--from 04`, and a finished run had a finding."""
+    run_config = load("acceptance.smoke=false", *([f"servers.{role}.{override}"] if override else []))
+    finish(run_config, *config.STAGES)
+    with socket.socket() as taken:
+        if not override:
+            taken.bind(("127.0.0.1", int(getattr(run_config.servers, role).url.rpartition(":")[2])))
+            taken.listen()
+        for name in config.STAGES:
+            told = any(OF_A_ROLE[override] in line for line in found(run_config, (name,)))
+            assert told == (name == LEFT[role]), name
+
+
+def test_the_test_of_the_warm_start_needs_its_role_until_it_was_made(load, tmp_path):
+    warm = tmp_path / "warm"
+    warm.mkdir()
+    (warm / "config.json").write_text("{}")
+    run_config = load(f"train.warm_start={warm}")
+    assert preflight.roles_started(run_config, ["04_train"]) == ["evaluate"]
+    assert preflight.roles_started(run_config, ["05_export"]) == []
+    assert preflight.roles_started(load(), ["04_train"]) == [], "without a warm start"
+    assert preflight.roles_started(load("acceptance.smoke=false", f"train.warm_start={warm}"), ["04_train"]) == []
+    run_config.run.dir.mkdir()
+    note = run_config.run.dir / smoke_record.NAME
+    note.write_text(json.dumps({smoke_record.key(run_config): {}}))
+    assert preflight.roles_started(run_config, ["04_train"]) == []
+    assert preflight.roles_started(run_config, ["01b_synthetic", "04_train"]) == ["generate"]
 
 
 def test_all_findings_come_at_once_as_one_line(load):
