@@ -11,15 +11,16 @@ import os
 import shlex
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import psutil
 
-from drafter import config, files, locks, process, signals
+from drafter import config, files, locks, process, run_locks, signals
 from drafter.config_servers import SECRET_NAME
 from drafter.errors import ConfigError, ResumableError
 from drafter.serve.vllm_command import environment
@@ -49,6 +50,19 @@ def running(run_config: config.Config, role: config.Role) -> dict[str, Any] | No
     return record if record and process.lives(record) else None
 
 
+def url_of(record: dict[str, Any]) -> str:
+    """Where a recorded server listens, as its command line says."""
+    given = dict(pairwise(record["command"]))
+    host = given.get("--host", "127.0.0.1")
+    return f"http://[{host}]:{given.get('--port')}" if ":" in host else f"http://{host}:{given.get('--port')}"
+
+
+def elsewhere(run_config: config.Config, role: config.Role) -> str | None:
+    """The address of this role's running server when it is not the config's."""
+    record, port = running(run_config, role), urlsplit(getattr(run_config.servers, role).url).port or 80
+    return url_of(record) if record and urlsplit(url_of(record)).port != port else None
+
+
 @contextlib.contextmanager
 def _exclusive(run_config: config.Config, role: config.Role) -> Iterator[None]:
     """No other process starts or stops a server of this run meanwhile. Raises ConfigError when one does."""
@@ -76,14 +90,21 @@ def start(
             owner = _other_owner(record)
             if owner and (alone or record["command"] != line):
                 raise ConfigError(
-                    f"server {role} of this run is in use by process {owner['pid']} ({_words(owner['pid'])}); "
-                    "wait until it has ended, or stop it"
+                    f"server {role} of this run, at {url_of(record)}, is in use by process {owner['pid']} "
+                    f"({_words(owner['pid'])}); wait until it has ended, or stop it"
                 )
             if record["command"] == line:
                 if not owner:
                     _write_record(run_config, role, record)
                 return not owner
-            log.info("server %s runs with other arguments: stopping it first", role)
+            there, wanted = url_of(record), getattr(run_config.servers, role).url
+            log.info(
+                "server %s of this run runs at %s with other arguments, and no process uses it: stopping it to start "
+                "it anew at %s",
+                role,
+                there,
+                wanted,
+            )
         _end(run_config, role)  # also workers that outlived their server, before its record is overwritten
         if fault := address_fault(run_config, role):
             raise ConfigError(fault)
@@ -130,12 +151,16 @@ def _write_record(run_config: config.Config, role: config.Role, facts: dict[str,
     files.write_json(path, facts | {"home": files.home(path.parent), "owner": process.identity(os.getpid())})
 
 
-def _other_owner(record: dict[str, Any]) -> dict[str, Any] | None:
-    """The live process, other than this one, that started the recorded server or uses it."""
+def _owner(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The live process that started the recorded server or uses it."""
     owner = record.get("owner")  # a record of an older version has none
-    if isinstance(owner, dict) and process.lives(owner) and owner["pid"] != os.getpid():
-        return owner
-    return None
+    return owner if isinstance(owner, dict) and process.lives(owner) else None
+
+
+def _other_owner(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The live owner of the recorded server, unless it is this process."""
+    owner = _owner(record)
+    return owner if owner and owner["pid"] != os.getpid() else None
 
 
 def mark_ready(run_config: config.Config, role: config.Role) -> None:
@@ -164,9 +189,11 @@ def _end(run_config: config.Config, role: config.Role, hangs: bool = False, at_m
     if record and record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record.get("birth")):
         patient = record["ready"] and not hangs
         seconds = min(getattr(run_config.servers, role).stop_seconds, at_most, math.inf if patient else QUICK_SECONDS)
-        log.info("server %s: stopping process %d, killed after %.0f s", role, record["pid"], seconds)
+        log.info("server %s: stopping process %d (at most %.0f s)", role, record["pid"], seconds)
+        began = time.monotonic()
         if left := process.end_session(record["pid"], seconds):
             raise ResumableError(f"server {role}: process {', '.join(map(str, left))} hangs and cannot be ended")
+        log.info("server %s: stopped after %.1f s", role, time.monotonic() - began)
     record_path(run_config, role).unlink(missing_ok=True)
     return record is not None
 
@@ -175,14 +202,14 @@ def _end(run_config: config.Config, role: config.Role, hangs: bool = False, at_m
 
 
 def address_fault(run_config: config.Config, role: config.Role) -> str | None:
-    """Why a server of this role could not listen at its address, and what ends the process that has it.
+    """Why a server of this role could not listen at its address, which process has it, and what to do.
 
     A server that boots has bound its port and does not listen yet, which a trial with SO_REUSEADDR does not see, and
     one without takes connections that wait to expire for a server. So command lines are looked at as well.
     """
     server: config.Server = getattr(run_config.servers, role)
     why = f"servers.{role}.url: cannot listen at {server.url}"
-    if there := at_address(run_config, server):
+    if there := at_address(run_config, role):
         return f"{why} (Address already in use): it is held by {there}"
     address = urlsplit(server.url)
     try:
@@ -197,29 +224,104 @@ def address_fault(run_config: config.Config, role: config.Role) -> str | None:
     return None
 
 
-def at_address(run_config: config.Config, server: config.Server) -> str | None:
-    """The process that serves at an address, or boots to do so, and what ends it; None where none is seen."""
+def at_address(run_config: config.Config, role: config.Role) -> str | None:
+    """The process that serves at a role's address, or boots to do so, and what to do; None where none is seen."""
+    server: config.Server = getattr(run_config.servers, role)
     for path in sorted(run_config.run.dir.glob("*/servers/*.json")):
-        there = False
-        with contextlib.suppress(OSError):  # of another user's run
-            record = files.read_note(path, pid=int, boot=str, home=str, command=list)
-            there = record and record["home"] == files.home(path.parent) and process.lives(record)
-        if there and _serves(record["command"], server.url):
-            return (
-                f"process {record['pid']}, the server {path.stem} of the run {path.parent.parent.name}; "
-                f"`down {path.stem}` with that run's config ends it"
-            )
+        record = _live_record(path)
+        if record and _serves(record["command"], server.url):
+            return _of_a_run(run_config, role, path, record)
     for each in psutil.process_iter(["pid", "cmdline"]):
         pid = each.info["pid"]
         if pid != os.getpid() and _serves(each.info["cmdline"] or [], server.url) and _in_our_network(pid):
-            return _unrecorded(pid)
+            return _of_no_run_here(run_config, role, pid)
     port = urlsplit(server.url).port or 80
     with contextlib.suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             listens = found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid
             if listens and found.laddr.ip in (*ANY_HOST, *_numbers(urlsplit(server.url).hostname)):
-                return _unrecorded(found.pid)
+                return _of_no_run_here(run_config, role, found.pid)
     return None
+
+
+def _live_record(path: Path) -> dict[str, Any] | None:
+    """A run's record of a server whose process lives; of another user's run it may not be readable."""
+    with contextlib.suppress(OSError):
+        record = files.read_note(path, pid=int, boot=str, home=str, command=list)
+        if record and record["home"] == files.home(path.parent) and process.lives(record):
+            return record
+    return None
+
+
+def _of_a_run(run_config: config.Config, role: config.Role, path: Path, record: dict[str, Any]) -> str:
+    run_dir = path.parent.parent
+    who = f"process {record['pid']}, the server {path.stem} of the run {run_dir.name}"
+    if owner := _owner(record):
+        who += f", which process {owner['pid']} ({_words(owner['pid'])}) uses"
+    elif busy := _busy(run_dir):
+        who += f", which is at work{locks.describe(busy[0])}"
+    else:
+        configs = [run_dir / name / "config.yaml" for name in config.STAGES]
+        known = next((str(each) for each in configs if each.exists()), "CONFIG-OF-THAT-RUN")
+        down = shlex.join(["python", "-m", "drafter.serve", "down", path.stem, "--config", known])
+        return f"{who}, which no process uses now; {_another_port(run_config, role)}, or end it with `{down}`"
+    return f"{who}; wait until it has ended{_or_another_port(run_config, role)}"
+
+
+def _busy(run_dir: Path) -> list[Path]:
+    """The places of a run, itself or its stages, that processes work in now."""
+    stages = [place for name in config.STAGES for place in run_locks.workers(run_dir / name)]
+    return [run_dir] * locks.in_use(run_dir) + stages
+
+
+def _of_no_run_here(run_config: config.Config, role: config.Role, pid: int) -> str:
+    who = f"process {pid} ({_words(pid)})"
+    if path := _record_of_our_server(pid):
+        if (record := _live_record(path)) and record["pid"] == pid:
+            return _of_a_run(run_config, role, path, record)
+        if _has_no_parent(pid):
+            return f"{who}, a server of this project that no run records any more; `kill {pid}` ends it"
+    return f"{who}, which no run here has recorded; wait until it has ended{_or_another_port(run_config, role)}"
+
+
+def _record_of_our_server(pid: int) -> Path | None:
+    """Where a server that this project started was recorded, beside the log that it writes; None for others."""
+    with contextlib.suppress(psutil.Error, OSError):
+        paths = psutil.Process(pid).environ().get("PYTHONPATH", "").split(os.pathsep)
+        log_file = Path(os.readlink(f"/proc/{pid}/fd/1").removesuffix(" (deleted)"))
+        if str(config.ROOT) in paths and log_file.parent.name == "servers" and log_file.suffix == ".log":
+            return log_file.with_suffix(".json")
+    return None
+
+
+def _has_no_parent(pid: int) -> bool:
+    """Whether the process that started it is dead."""
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(pid).parent()
+        return parent is None or parent.pid == 1 or parent.name() == "systemd"
+    return False
+
+
+def _or_another_port(run_config: config.Config, role: config.Role) -> str:
+    kind = getattr(run_config.servers, role).kind
+    return f", or {_another_port(run_config, role)}" if kind == "command" else ""
+
+
+def _another_port(run_config: config.Config, role: config.Role) -> str:
+    """The argument that moves a role to the next free port."""
+    address = urlsplit(getattr(run_config.servers, role).url)
+    others = {urlsplit(getattr(run_config.servers, each).url).port for each in get_args(config.Role)}
+    host, port = address.hostname or "127.0.0.1", address.port or 80
+    free = (each for each in range(port + 1, 65536) if each not in others and _is_free(host, each))
+    name = f"[{host}]" if ":" in host else host
+    return f"take another port: --set servers.{role}.url={address.scheme}://{name}:{next(free, 'PORT')}"
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.create_server((host, port), family=family):
+        return True
+    return False
 
 
 def _in_our_network(pid: int) -> bool:
@@ -227,10 +329,6 @@ def _in_our_network(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
     return False
-
-
-def _unrecorded(pid: int) -> str:
-    return f"process {pid} ({_words(pid)}), which no run here has recorded; `kill {pid}` ends it"
 
 
 def _words(pid: int) -> str:

@@ -37,6 +37,8 @@ DOWN, UNFIT = 3, 4  # exit codes of `status`
 def check(run_config: config.Config, role: config.Role) -> None:
     """Raises ConfigError, with the command that brings the role up, unless it would serve a request now."""
     if reason := missing(run_config, role):
+        if _elsewhere(run_config, role):
+            raise ConfigError(f"server {role}: {reason}")
         raise ConfigError(f"server {role}: {reason}; bring it up with: {invocation(run_config, 'up', role)}")
 
 
@@ -189,13 +191,23 @@ def missing(run_config: config.Config, role: config.Role, patience: float | None
     `patience`: the seconds that a completion may take. Raises ConfigError or ResumableError when systemctl fails.
     """
     if alive(run_config, role):
-        return readiness.missing(run_config, role, patience)
-    return Unready(Cause.NOT_RUNNING, "not running" + _instead(run_config, _settings(run_config, role)))
+        reason = readiness.missing(run_config, role, patience)
+        if reason and (url := _elsewhere(run_config, role)):
+            there = f"this run's server {role} runs at {url}: give this command --set servers.{role}.url={url}"
+            return Unready(reason.cause, f"{there} ({reason})")
+        return reason
+    return Unready(Cause.NOT_RUNNING, "not running" + _instead(run_config, role))
 
 
-def _instead(run_config: config.Config, server: config.Server) -> str:
+def _elsewhere(run_config: config.Config, role: config.Role) -> str | None:
+    """The address of this run's own server of a role, when it is up and listens at another one than the config's."""
+    return command_server.elsewhere(run_config, role) if _settings(run_config, role).kind == "command" else None
+
+
+def _instead(run_config: config.Config, role: config.Role) -> str:
     """What has the address of a role that is down: a server of another run or of none, or another program."""
-    answers, held = readiness.found_at(server), command_server.at_address(run_config, server)
+    server = _settings(run_config, role)
+    answers, held = readiness.found_at(server), command_server.at_address(run_config, role)
     if answers or held:
         return f"; at {server.url} is {': '.join(filter(None, (answers, held)))}"
     return ""

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -395,15 +396,76 @@ def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_p
     url = first.servers.generate.url
     found = str(roles.missing(second, "generate"))
     pid = session(first)
-    known = (
-        f"process {pid}, the server generate of the run smollm2_cpu; `down generate` with that run's config ends it"
-    )
-    assert found == f"not running; at {url} is a server of smollm2: {known}"
+    owner, other_port = os.getpid(), "--set servers.generate.url=http://127.0.0.1:"
+    known = f"process {pid}, the server generate of the run smollm2_cpu, which process {owner} ("
+    assert found.startswith(f"not running; at {url} is a server of smollm2: {known}")
+    assert re.search(rf"\) uses; wait until it has ended, or take another port: {other_port}\d+$", found)
     assert roles.status(second, "generate")["alive"] is False
     elsewhere = config.load(CPU_CONFIG, [*second.origin.overrides, f"run.dir={tmp_path / 'elsewhere'}"])
-    found = str(roles.missing(elsewhere, "generate"))
-    assert f"; at {url} is a server of smollm2: process {pid} (" in found
-    assert found.endswith(f"which no run here has recorded; `kill {pid}` ends it")
+    assert known in (found := str(roles.missing(elsewhere, "generate"))) and "kill" not in found
+
+
+def test_only_a_server_of_ours_that_no_process_uses_is_said_to_end(role, tmp_path):
+    """The advice for another run's working server was `down`, and for any other process `kill`."""
+    first = role()
+    leader = serving_elsewhere(first)
+    assert leader.stdout.readline() == "serving\n"
+    pid, record = session(first), command_server.record_path(first, "generate")
+    second = config.load(CPU_CONFIG, [*first.origin.overrides, "run.name=other"])
+    try:
+        said = command_server.address_fault(second, "generate")
+        assert f"process {pid}, " in said and f"which process {leader.pid} (" in said
+        assert "uses; wait until it has ended, or take another port: --set servers.generate.url=" in said
+        assert "down" not in said.partition("; wait")[2] and "kill" not in said
+    finally:
+        leader.kill()
+        leader.communicate()
+    with locks.locked(first.run_dir / "01b_synthetic"):
+        said = command_server.address_fault(second, "generate")
+        assert "which is at work" in said and "drafter.serve down" not in said
+    config_file = first.run_dir / "01b_synthetic/config.yaml"
+    config_file.write_text(first.dump())
+    said = command_server.address_fault(second, "generate")
+    end = f"python -m drafter.serve down generate --config {config_file}"
+    assert "which no process uses now; take another port: --set servers.generate.url=" in said
+    assert said.endswith(f", or end it with `{end}`")
+    kept = record.read_text()
+    record.unlink()
+    said = command_server.address_fault(second, "generate")
+    assert said.endswith(f"a server of this project that no run records any more; `kill {pid}` ends it")
+    record.write_text(kept)
+    assert roles.main(end.split()[3:]) == 0 and not process.members(pid)
+    assert command_server.address_fault(second, "generate") is None
+
+
+def test_a_stage_that_looks_for_its_server_at_another_address_is_given_the_right_one(role, caplog):
+    """It was told to bring the server up, which stopped the healthy one at the other address."""
+    up = role()
+    roles.up(up, "generate")
+    url, port = up.servers.generate.url, free_port()
+    by_hand = config.load(CPU_CONFIG, [*up.origin.overrides, f"servers.generate.url=http://127.0.0.1:{port}"])
+    with pytest.raises(ConfigError) as error:
+        roles.check(by_hand, "generate")
+    said = f"this run's server generate runs at {url}: give this command --set servers.generate.url={url} ("
+    assert str(error.value).startswith(f"server generate: {said}") and "bring it up" not in str(error.value)
+    there = config.load(CPU_CONFIG, [*by_hand.origin.overrides, f"servers.generate.url={url}"])
+    assert roles.missing(there, "generate") is None
+    with caplog.at_level("INFO"):
+        roles.up(by_hand, "generate")
+    moved = f"server generate of this run runs at {url} with other arguments, and no process uses it: stopping it"
+    assert moved in caplog.text and f"anew at http://127.0.0.1:{port}" in caplog.text
+
+
+def test_a_stop_says_how_long_it_may_take_and_how_long_it_took(role, caplog):
+    """`killed after 300 s` was said of every server that stopped at once."""
+    run_config = role(stop_seconds=300)
+    roles.up(run_config, "generate")
+    pid = session(run_config)
+    with caplog.at_level("INFO"):
+        roles.down(run_config, "generate")
+    said = [record.message for record in caplog.records if "stop" in record.message]
+    assert said[0] == f"server generate: stopping process {pid} (at most 300 s)"
+    assert re.fullmatch(r"server generate: stopped after \d+\.\d s", said[1]) and len(said) == 2
 
 
 def started_by_hand(run_config) -> subprocess.Popen:
@@ -413,7 +475,7 @@ def started_by_hand(run_config) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_a_server_that_boots_and_no_run_has_recorded_is_named_with_what_ends_it(role, tmp_path, host):
+def test_a_server_that_boots_and_no_run_has_recorded_is_named_with_what_to_do(role, tmp_path, host):
     """Seam K1: it has bound its port and does not listen yet, which a trial with SO_REUSEADDR does not see."""
     mark = tmp_path / "mark"
     run_config = role(f"mark={mark} slow", url=f"http://{host}:{free_port()}")
@@ -425,9 +487,10 @@ def test_a_server_that_boots_and_no_run_has_recorded_is_named_with_what_ends_it(
             ConfigError, match=f"cannot listen at .* in use.* held by process {orphan.pid} "
         ) as caught:
             roles.up(run_config, "generate")
-        assert str(caught.value).endswith(f"which no run here has recorded; `kill {orphan.pid}` ends it")
+        advice = "which no run here has recorded; wait until it has ended, or take another port: --set servers."
+        assert advice in str(caught.value) and "kill" not in str(caught.value)
         assert str(caught.value) in list(preflight.ports(run_config))
-        assert f"`kill {orphan.pid}` ends it" in str(roles.missing(run_config, "generate"))
+        assert advice in str(roles.missing(run_config, "generate"))
         assert orphan.poll() is None
     finally:
         orphan.kill()
@@ -600,7 +663,7 @@ def test_processes_that_start_a_role_at_once_start_one_server(role):
     others = [serving_elsewhere(run_config) for _ in range(4)]
     answers = [other.communicate("\n", timeout=100)[0] for other in others]
     assert "serving\n" in answers
-    assert command_server.at_address(run_config, run_config.servers.generate) is None, "an orphan is left"
+    assert command_server.at_address(run_config, "generate") is None, "an orphan is left"
 
 
 def test_a_start_waits_for_no_lock_and_says_so(role, monkeypatch):
