@@ -54,14 +54,19 @@ class Pipeline:
         with contextlib.ExitStack() as held:
             # First of all, since another run on these units would change what the checks find.
             held.enter_context(self.machine.claimed())
-            # A run that cannot begin leaves nothing, so its folder is locked only after the checks.
-            first = None if state_path(self.config).exists() else self._checked()
+            # A run that cannot begin leaves nothing, so its folder is locked only after the checks; a run that has
+            # begun is checked under its lock, and its state is kept when this call is refused.
+            is_new = not state_path(self.config).exists()
+            first, done = self._checked() if is_new else (None, ())
             held.enter_context(run_locks.pipeline(self.config))
+            self._remember()
+            if not is_new and not self.machine.borrowed:  # what a killed call owes is given back even when refused
+                first, done = self._checked()
             held.enter_context(self._machine_given_back())
             worked = False
             for step in self.steps:
                 signals.check()
-                if step is not first and not self.pending(step):
+                if step in done or (step is not first and not self.pending(step)):
                     log.info("%s: nothing to do", step.stage)
                     self._note(step, status="complete")
                     continue
@@ -83,13 +88,14 @@ class Pipeline:
             log.info("report: %s", self.config.run_dir / "report.html")
             return 0
 
-    def _checked(self) -> Step | None:
-        """The first step with something to do, once everything that is knowable of it and the later ones is right."""
+    def _checked(self) -> tuple[Step | None, tuple[Step, ...]]:
+        """The first step with something to do and the done ones before it, once all that is knowable is right."""
         try:
-            first = next((step for step in self.steps if self.pending(step)), None)
-            if first:
-                self._preflight()
-            return first
+            for number, step in enumerate(self.steps):
+                if self.pending(step):
+                    self._preflight()
+                    return step, self.steps[:number]
+            return None, self.steps
         except StageError:
             events.report(self.config, "failed")
             raise
@@ -228,7 +234,6 @@ class Pipeline:
     @contextlib.contextmanager
     def _machine_given_back(self) -> Iterator[None]:
         """Afterwards every server of ours is down, and every unit that was active before is active again."""
-        self._remember()
         try:
             self._expect()
             self.machine.remember()

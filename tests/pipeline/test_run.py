@@ -803,6 +803,21 @@ def test_two_pipelines_never_share_a_run(night):
     running.communicate(timeout=10)
 
 
+def test_a_call_that_is_refused_before_it_begins_leaves_the_runs_state_as_it_was(night):
+    """`status` of a finished run showed the refusal as its last error."""
+    heard = night.folder / "heard"
+    assert night.run()[0] == 0
+    state, plan = pipeline.state_path(config.load(CPU_CONFIG, night.overrides)), night.run_dir / "plan.json"
+    before = state.read_bytes(), plan.read_bytes()
+    path = night.run_dir / "01b_synthetic/manifest.json"
+    path.parent.mkdir(exist_ok=True)
+    files.write_json(path, {"status": "complete", "question": {"generate.temperature": 0.9}})
+    night.overrides.append(f"run.on_event=echo $EVENT >> {heard}")
+    code, _, err = night.run()
+    assert code == 2 and "01b_synthetic was made with another generate.temperature" in err
+    assert (state.read_bytes(), plan.read_bytes()) == before and heard.read_text() == "failed\n"
+
+
 @pytest.fixture
 def made(tmp_path, model, monkeypatch):
     """Makes a pipeline of this process whose first stage has something to do."""
