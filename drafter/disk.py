@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import config, files, locks, run_locks, stage
+from drafter import checked, config, files, locks, run_files, run_locks, stage
 from drafter.errors import ConfigError, StageError
 
 log = logging.getLogger("drafter")
@@ -181,6 +181,13 @@ def clean(held: list[Held], freed_log: Path) -> int:
             journal.append({"freed": str(each.folder), "bytes": each.bytes, "at": now})
         log.info("freed %s, %s", each.folder, files.size(each.bytes))
     return freed
+
+
+def freed(run_dir: Path) -> list[config.StageName]:
+    """The stages of a run whose folders `clean` removed and no rerun has made again."""
+    paths = [Path(record["freed"]) for record in checked.records(run_dir.parent / FREED_LOG, run_files.Freed)]
+    names = {path.name for path in paths if path.parent.name == run_dir.name}
+    return [name for name in config.STAGES if name in names and not (run_dir / name).exists()]
 
 
 def _free(each: Held) -> None:

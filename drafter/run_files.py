@@ -129,6 +129,14 @@ class Judged(TypedDict):
 
 
 @OPEN
+class Freed(TypedDict):
+    """A line of freed.jsonl"""
+
+    freed: str
+    bytes: Count
+
+
+@OPEN
 class Progressed(TypedDict):
     """A line of progress.jsonl"""
 

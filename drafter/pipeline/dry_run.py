@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drafter import config, files
+from drafter import config, disk, files
 from drafter.errors import StageError
 from drafter.generate import prompts
 from drafter.pipeline import preflight
@@ -28,6 +28,7 @@ def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
     found = preflight.findings(run_config, asked)
     without_input = preflight.missing_inputs(run_config, asked).values()
     yield f"run {run_config.run.name} in {run_config.run_dir}"
+    freed = disk.freed(run_config.run_dir)
     to_come: set[config.StageName] = set()  # whose output is not all there yet
     for each in plans:
         name = each["stage"]
@@ -47,7 +48,8 @@ def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
                 found.setdefault(finding, name)
         if before or lacks_input or each["pending"]:
             to_come.add(name)
-        yield f"  {name:<17} {_work(each, before, lacks_input)}"
+        again = "freed by drafter.disk clean, and made again: " if name in freed else ""
+        yield f"  {name:<17} {again}{_work(each, before, lacks_input)}"
         for finding in (text for text, stopped in found.items() if stopped == name):
             yield f"      ! {finding}"
         for note in (*each.get("read", ()), *each.get("broken", ()), *each.get("notes", ())):

@@ -1,12 +1,13 @@
 """What a run has left behind so far, read for people: by `status` and by the report, whoever ran the stages."""
 
+import contextlib
 import re
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter import checked, config, files, process, progress, run_files, stage
+from drafter import checked, config, disk, files, process, progress, run_files, stage
 from drafter.errors import StageError
 from drafter.pipeline.deadline import ended_at
 
@@ -37,10 +38,21 @@ class Found:
                 self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
             except StageError:
                 self.manifests[name] = {"stage": name, "status": "unreadable"}
+        self.taken = self._taken()
+        self.freed = disk.freed(run_config.run_dir)
         self.acceptance = checked.read(
             run_config.stage_dir("06_acceptance") / "acceptance.json", run_files.Acceptance
         )
         self.metrics = checked.records(run_config.stage_dir("04_train") / "metrics.jsonl", run_files.Metric)
+
+    def _taken(self) -> dict[str, Path]:
+        """Folders of stages taken from other runs: by this config, or by one that a stage was made with."""
+        recorded: dict[str, Path] = {}
+        for name in config.STAGES:
+            with contextlib.suppress(StageError, OSError):
+                made_with = (stage.read_resolved(self.config.run_dir / name) or {"run": {}})["run"]
+                recorded |= {taken: Path(folder) for taken, folder in made_with.get("take", {}).items()}
+        return {name: folder for name, folder in recorded.items() if not self.manifests[name]} | self.config.run.take
 
     def manifest(self, name: str) -> dict:
         return self.manifests[name] or {}
@@ -81,11 +93,13 @@ class Found:
 
     def stands(self, name: str) -> str:
         """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
-        if name in self.config.run.take:
+        if name in self.taken:
             return "taken"
         seen, manifest = self.seen(name), self.manifest(name)
         if self.alive() and self.state.get("stage") == name and seen.get("status") == "running":
             return "running"
+        if not manifest and name in self.freed:
+            return "freed"
         if not manifest:
             return {"running": "interrupted"}.get(seen.get("status"), seen.get("status")) or "not begun"
         if manifest["status"] == "running":
@@ -153,7 +167,7 @@ class Found:
 
         Nothing where it was taken from another run.
         """
-        if name in self.config.run.take:
+        if name in self.taken:
             return 0
         seen = self.seen(name)
         spent = seen.get("seconds", 0)

@@ -26,7 +26,12 @@ def lines(run_config: config.Config) -> Iterator[str]:
     progress = {name: found.progress(name) for name in config.STAGES}
     width = max(map(len, progress.values()))
     for name, stands in standing.items():
+        if name in found.taken:
+            yield f"  {name:<17} taken from {found.taken[name]}"
+            continue
         yield f"  {name:<17} {stands:<12} {progress[name]:<{width}}  {_time(found, name)}".rstrip()
+    if freed := [name for name, stands in standing.items() if stands == "freed"]:
+        yield f"  drafter.disk clean freed {', '.join(freed)}; the same command would make that again"
     if left := _left(found):
         yield f"  done at about {datetime.fromtimestamp(time.time() + left):%a %H:%M}, as planned for what is left"
     if not alive and state.get("production"):
@@ -48,7 +53,7 @@ def lines(run_config: config.Config) -> Iterator[str]:
 
 def _whole(found: Found, standing: dict[str, str]) -> str:
     """How the run stands: as the pipeline says, as long as nobody went on by hand."""
-    if set(standing.values()) <= {"complete", "taken"}:
+    if set(standing.values()) <= {"complete", "taken", "freed"}:
         return "complete"
     trouble = found.trouble()
     if trouble and found.state:

@@ -112,3 +112,9 @@ def test_a_stage_taken_from_another_run_is_not_planned_and_must_be_finished(monk
     found = [line for line in lines if "no finished 01b_synthetic" in line]
     waiting = [line for line in lines if "waits for 01b_synthetic" in line]
     assert (len(found), bool(waiting)) == ((0, False) if finished else (1, True))
+
+
+def test_a_freed_stage_is_said_to_be_made_again(monkeypatch, tmp_path):
+    (tmp_path / "freed.jsonl").write_text(f'{{"freed": "{tmp_path}/smollm2_cpu/02_hidden_states", "bytes": 7}}\n')
+    said = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic={"pending": 0}, _02_hidden_states={"findings": []}))
+    assert "  02_hidden_states  freed by drafter.disk clean, and made again: 1 row to read back" in said

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from drafter import config, files, process
+from drafter import config, disk, files, process
 from drafter.pipeline import status
 from drafter.pipeline.report import page as report
 from drafter.pipeline.run_state import Found
@@ -54,7 +54,10 @@ def test_what_is_taken_from_another_run_is_neither_this_runs_work_nor_left(run_c
     for name in config.STAGES[2:]:
         by_hand(run, name)
     first, second, *_ = text(run).splitlines()
-    assert first.startswith("run smollm2_cpu: complete") and second == "  01b_synthetic     taken"
+    assert (
+        first.startswith("run smollm2_cpu: complete")
+        and second == f"  01b_synthetic     taken from {taken['01b_synthetic']}"
+    )
     assert Found(run).minutes("01b_synthetic") is None and "taken" in report.timeline(Found(run))
     assert "--only 01b" not in report.rerun(Found(run)), "its folder is another run's, and not to be removed"
 
@@ -183,6 +186,26 @@ def test_a_stage_by_hand_is_not_told_by_what_the_pipeline_kept_of_an_earlier_cal
 def test_a_stage_whose_folder_was_removed_is_not_complete(run_config, state):
     state()
     assert "01b_synthetic     not begun" in (shown := text(run_config)) and "1.5 min" not in shown
+
+
+def test_a_stage_that_an_earlier_call_took_is_shown_as_taken_from_there(run_config):
+    """A call without that call's `--set run.take...` showed it as not begun."""
+    by_hand(run_config, "02_hidden_states")
+    (run_config.run_dir / "02_hidden_states/config.yaml").write_text("run: {take: {01b_synthetic: /other/01b}}\n")
+    assert "  01b_synthetic     taken from /other/01b\n" in text(run_config)
+
+
+def test_what_clean_freed_of_a_finished_run_is_freed_and_not_unbegun(run_config):
+    for name in config.STAGES:
+        by_hand(run_config, name)
+    assert (
+        disk.main(["clean", "smollm2_cpu/02_hidden_states", "--yes", "--set", f"run.dir={run_config.run.dir}"]) == 0
+    )
+    shown = text(run_config)
+    assert shown.startswith("run smollm2_cpu: complete") and "  02_hidden_states  freed" in shown
+    assert "drafter.disk clean freed 02_hidden_states; the same command would make that again" in shown
+    by_hand(run_config, "02_hidden_states")
+    assert "  freed" not in (shown := text(run_config)) and "clean freed" not in shown
 
 
 def test_the_end_is_that_of_the_stages_asked_for(run_config, state):
