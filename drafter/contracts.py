@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -62,6 +62,11 @@ def content_id(value: Any) -> str:
 def row_id(messages: list[dict], tools: list | None, template_kwargs: dict, mode: str) -> str:
     """Identity of a row: the request that was sent. Generated text and positions are no part of it."""
     return content_id({"messages": messages, "tools": tools, "kwargs": template_kwargs, "mode": mode})
+
+
+def row_set(row_ids: Iterable[str]) -> str:
+    """Identity of a set of rows, as the manifests of 02 and 04 record it: its ids, in whatever order."""
+    return content_id(sorted(row_ids))
 
 
 def conv_id(messages: list[dict]) -> str:

@@ -17,7 +17,7 @@ from drafter.extract.worklist import Item, Rejected, Share
 from drafter.progress import Progress
 from drafter.serve import roles
 from drafter.serve.client import run as run_client
-from drafter.stage import Stage, say
+from drafter.stage import Stage, read_manifest, say
 
 REDO_ROWS = 10  # finished files that are replaced without being asked to
 QUESTION = ("target.model", "target.layer_ids", "extract.dtype")
@@ -26,7 +26,8 @@ QUESTION = ("target.model", "target.layer_ids", "extract.dtype")
 def dry_run(run: Stage, items: list[Item], rejected: list[Rejected], todo: list[Item]) -> dict:
     """The plan, offline; what is missing or does not fit are findings.
 
-    `refused`: why the stage would end before its first row.
+    `refused`: why the stage would end before its first row. `stale`: why the index is to be merged again, also when
+    nothing is to be extracted. `row_set` identifies 01b's rows.
     """
     outdated = worklist.outdated(run.config, run.folder, todo)
     planned = worklist.plan(run.config, todo, run.folder, sum(outdated.values()))
@@ -37,8 +38,11 @@ def dry_run(run: Stage, items: list[Item], rejected: list[Rejected], todo: list[
     except StageError as error:
         findings.append(str(error))
     numbers = {key: planned[key] for key in ("tokens", "bytes", "free", "reserve")}
-    # Rejected rows are settled; a run by hand gives them another chance.
-    settled = settled_ids(run.folder)
+    # Rejected rows are settled; a run by hand gives them another chance, and so does one that merges again.
+    rows_now, stale = row_set(items, rejected), {}
+    if (read_manifest(run.folder) or {"facts": {}})["facts"].get("row_set", rows_now) != rows_now:
+        stale = {"stale": "index.jsonl is of other rows than 01b_synthetic has now"}
+    settled = set() if stale else settled_ids(run.folder)
     return {
         "stage": run.name,
         "dry_run": True,
@@ -46,9 +50,16 @@ def dry_run(run: Stage, items: list[Item], rejected: list[Rejected], todo: list[
         "pending": sum(item.row_id not in settled for item in todo),
         **numbers,
         "redo": len(outdated),
+        "row_set": rows_now,
+        **stale,
         **({"refused": refused} if refused else {}),
         "findings": findings,
     }
+
+
+def row_set(items: list[Item], rejected: list[Rejected]) -> str:
+    """Identity of 01b's rows, of which the index is made."""
+    return contracts.row_set({one.row_id for one in (*items, *rejected)})
 
 
 def check_upstream(run: Stage, items: list[Item], rejected: list[Rejected]) -> None:
@@ -165,6 +176,7 @@ def record(
     for one in out:
         run.counts.reject(one["reason"])
     run.facts |= {
+        "row_set": row_set(items, rejected),
         "tokens": sum(entry.tokens for entry in found.values()),
         "bytes": sum(entry.bytes for entry in found.values()),
         "cut": sum(entry.tokens < entry.row_tokens for entry in found.values()),

@@ -51,6 +51,11 @@ class Work:
                 self.rejected[record["reason"]] += 1
         self.pending = [i for i, identity in enumerate(self.requests.ids) if identity not in settled]
 
+    def row_set(self) -> str:
+        """Identity of the rows that there are once everything pending has its row."""
+        ids = self.done | {self.requests.ids[index] for index in self.pending}
+        return contracts.row_set(identity.hex() for identity in ids)
+
     def count(self, counts: contracts.Counts) -> None:
         counts.total = len(self.pending) + len(self.done) + self.rejected.total()
         counts.done, counts.rejected = len(self.done), self.rejected.copy()

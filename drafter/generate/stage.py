@@ -102,7 +102,8 @@ def _name_pending(path: Path, work: Work) -> None:
 def plan(stage: Stage) -> dict:
     """Offline: the mix by source, what is left to do, and what is missing.
 
-    `refused` is what the pipeline must stop at before it starts a server, and its own checks do not know.
+    `refused` is what the pipeline must stop at before it starts a server, and its own checks do not know; `stale`,
+    why the manifest is to be written again although no request is left; `row_set` identifies the rows there will be.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported
     findings = []
@@ -112,7 +113,8 @@ def plan(stage: Stage) -> dict:
         except ConfigError as error:
             findings.append(str(error))
     result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
-    unfinished = (read_manifest(stage.folder) or {}).get("status") != "complete"
+    before = read_manifest(stage.folder) or {}
+    unfinished = before.get("status") != "complete"
     with tempfile.TemporaryDirectory() as scratch:
         try:
             mixed = stage.folder if mix.current(stage.config, stage.folder) else Path(scratch)
@@ -125,12 +127,30 @@ def plan(stage: Stage) -> dict:
         if meta:
             result |= {"sources": meta["sources"], "read": read_lines(meta), "broken": broken_lines(mixed)}
             work = Work(mixed, stage.folder, stage.args.limit, RETRIED if unfinished else frozenset())
-            result |= {"pending": len(work.pending), "requests": len(work.requests)}
+            result |= {"pending": len(work.pending), "requests": len(work.requests), "row_set": work.row_set()}
+            if reason := _stale(stage, before, meta, work):
+                result["stale"] = reason
     for name, entry in result.get("sources", {}).items():
         say("%s: %d requests of %s", name, entry["requests"], prompts.drawn(entry))
     for line in (*result.get("read", ()), *result.get("broken", ())):
         say("%s", line)
     return result
+
+
+def _stale(stage: Stage, before: dict, meta: dict, work: Work) -> str | None:
+    """Why the manifest `before` is not of what is asked for now; None where it does not record its prompts.
+
+    A call with a limit counts fewer rows than there are, so only one without judges the counts.
+    """
+    made_of = before.get("facts", {}).get("prompts_sha256")
+    if made_of is None:
+        return None
+    if made_of != meta["sha256"]:
+        return "manifest.json is of other prompts"
+    rows_now, counted = len(work.done), before.get("out")
+    if stage.args.limit is None and before.get("status") == "complete" and counted != rows_now:
+        return f"manifest.json counts {counted} rows of {rows_now}"
+    return None
 
 
 def read_lines(meta: dict) -> list[str]:

@@ -61,10 +61,10 @@ def is_settled(manifest: dict[str, Any] | None, requests: int, wanted: Deadline 
 def left_undone(manifest: dict[str, Any] | None, plan: dict[str, Any], wanted: Deadline | None) -> str:
     """What to show of the requests that a deadline left and this call does not ask for; empty without any.
 
-    `plan` is what 01b's own dry run says; where that does not know the requests, the hub being asked for them, none
-    are new.
+    `plan` is what 01b's own dry run says: prompts that have changed since are asked for. Where it does not know the
+    requests, the hub being asked for them, none are new.
     """
-    if not plan["pending"] or not is_settled(manifest, plan.get("requests", 0), wanted):
+    if not plan["pending"] or plan.get("stale") or not is_settled(manifest, plan.get("requests", 0), wanted):
         return ""
     ended, left = datetime.fromtimestamp(ended_at(manifest)), manifest.get("pending", 0)
     return f"{left:,} requests left by the deadline {ended:%a %H:%M}; a later --deadline sends them"

@@ -46,7 +46,7 @@ def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
         if not before and not lacks_input:  # else its findings are about what is not there yet
             for finding in each["findings"]:
                 found.setdefault(finding, name)
-        if before or lacks_input or each["pending"]:
+        if before or lacks_input or each["pending"] or each.get("stale"):
             to_come.add(name)
         again = "freed by drafter.disk clean, and made again: " if name in freed else ""
         yield f"  {name:<17} {again}{_work(each, before, lacks_input)}"
@@ -67,6 +67,8 @@ def _work(plan: dict, before: list[config.StageName], lacks_input: bool) -> str:
         return "cannot begin"
     if "notes" in plan:
         return "all there is to do, how much is not known offline"
+    if not plan["pending"] and "stale" in plan:
+        return f"its counts to write again: {plan['stale']}"
     if not plan["pending"]:
         return plan.get("left") or "nothing to do"
     details = [files.size(plan["bytes"])] if "bytes" in plan else []

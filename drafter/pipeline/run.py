@@ -16,7 +16,7 @@ from pathlib import Path
 
 from drafter import cli, config, errors, files, process, run_locks, signals
 from drafter.errors import ConfigError, Interrupted, StageError
-from drafter.pipeline import deadline, events, plan, status, supervise
+from drafter.pipeline import deadline, events, other_rows, plan, status, supervise
 from drafter.pipeline.production_units import Machine, only_logged
 from drafter.pipeline.report import page as report
 from drafter.pipeline.run_state import Found
@@ -47,6 +47,7 @@ class Pipeline:
         self.machine = Machine(run_config)
         self.redo = False  # 02 may replace finished hidden states
         self.begun = False
+        self.offline: set[config.StageName] = set()  # these ask their server nothing
         self._earlier: dict = {}  # how an earlier call ended, and where
 
     def run(self) -> int:
@@ -128,7 +129,9 @@ class Pipeline:
         planned = self.plan(step)
         if refused := planned.get("refused"):
             raise ConfigError(refused)
-        return planned["pending"] or len(self._unfinished((step,)))
+        if planned.get("stale") and not planned["pending"]:
+            self.offline.add(step.stage)
+        return planned["pending"] or len(self._unfinished((step,))) or int("stale" in planned)
 
     def plan(self, step: Step, *verbs: str) -> dict:
         return self.plans((step,), *verbs)[0]
@@ -148,6 +151,11 @@ class Pipeline:
             if left := deadline.left_undone(manifest, each, self.deadline):
                 log.info("%s: %s", step.stage, left)
                 each |= {"pending": 0, "left": left}
+            elif "04" in (other.number for other in self.steps) and (
+                refused := other_rows.refused(self.config, each, self.limit)
+            ):
+                each["refused"] = refused
+                each["findings"].append(refused)
         return found
 
     def _smoke(self) -> int:
@@ -220,9 +228,9 @@ class Pipeline:
         return line
 
     def _role(self, step: Step) -> config.Role | None:
-        """The server a step needs; 01b none once its deadline has passed, since it sends nothing more."""
+        """The server a step needs; none where it only sums up anew, nor 01b once its deadline has passed."""
         is_past = step.number == "01b" and self.deadline is not None and time.time() >= self.deadline.at
-        return None if is_past else step.role
+        return None if is_past or step.stage in self.offline else step.role
 
     def _watch(self, step: Step, *verbs: str) -> tuple[int, dict]:
         """Run a step beside its server; its exit code and summary."""

@@ -42,12 +42,12 @@ def run(stage: Stage) -> dict:
         finished, before = ranks.decide(look)
 
         def claim() -> None:
-            stage.facts["steps"] = len(dataset.plan.steps)
+            stage.facts |= {"steps": len(dataset.plan.steps), **given_rows(dataset)}
             stage.begin(QUESTION)
 
         ranks.on_main(claim)
         if finished:
-            stage.facts = before["facts"]
+            stage.facts = before["facts"] | given_rows(dataset)
             say("trained already: %s", stage.facts["best"])
         else:
             Training(stage, dataset, ranks).run()
@@ -56,8 +56,8 @@ def run(stage: Stage) -> dict:
 
 
 def plan(stage: Stage) -> dict:
-    """What `run` would do, and what is missing for it."""
-    config, findings, pending = stage.config, [], 1
+    """What `run` would do, and what is missing for it. `refused`: why it would end before its first step."""
+    config, findings, pending, refused = stage.config, [], 1, {}
     folder = config.stage_dir("02_hidden_states")
     if not (folder / examples.INDEX).exists():
         findings.append(f"no hidden states in {folder}")
@@ -70,11 +70,25 @@ def plan(stage: Stage) -> dict:
             done = checkpoint.complete_steps(stage.folder)
             pending = max(1, len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0))
             pending = 0 if is_finished(stage, dataset) else pending
+            if pending and done:
+                from drafter.train.loop import check_resumable  # slow to import
+
+                try:
+                    check_resumable(stage, dataset)
+                except StageError as error:
+                    findings.append(str(error))
+                    refused = {"refused": str(error)}
     try:
         eagle3_folder.check_settings(config)
     except StageError as error:
         findings.append(str(error))
-    return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
+    return {"stage": stage.name, "dry_run": True, "pending": pending, **refused, "findings": findings}
+
+
+def given_rows(dataset: Dataset) -> dict[str, str]:
+    """Which rows stage 02 made its index of, as it records them; nothing where an earlier version did not."""
+    facts = (read_manifest(dataset.folder) or {"facts": {}})["facts"]
+    return {"row_set": facts["row_set"]} if "row_set" in facts else {}
 
 
 def is_finished(stage: Stage, dataset: Dataset) -> bool:

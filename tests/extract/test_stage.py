@@ -618,6 +618,27 @@ def test_the_index_is_a_cache(run, engine, capsys):
     assert code == 0 and (run.folder / "index.jsonl").read_bytes() == index
 
 
+def test_an_index_of_other_rows_is_merged_again_also_when_nothing_is_to_be_extracted(run, engine, capsys):
+    """Seam U4: 01b counted 93 rows again, and 02 stayed complete with the 8 of another call's prompts."""
+    assert run.extract(capsys, engine.port)[0] == 0
+    rows, extracted = run.rows, run.files()
+    for asked in (rows[:4], rows):
+        assert "stale" not in run.extract(capsys, 1, "--dry-run")[1]
+        run.write(asked)
+        code, plan = run.extract(capsys, 1, "--dry-run")
+        assert (code, plan["pending"]) == (0, 0) and "other rows" in plan["stale"]
+        assert plan["row_set"] == contracts.row_set([row.row_id for row in asked])
+        code, summary = run.extract(capsys, 1)  # no server
+        assert code == 0 and summary["out"] == len(asked) and summary["facts"]["row_set"] == plan["row_set"]
+        assert [entry["row_id"] for entry in run.index()] == [row.row_id for row in asked]
+        assert run.files() == extracted
+    manifest = json.loads((run.folder / "manifest.json").read_text())
+    del manifest["facts"]["row_set"]  # of an earlier version
+    artifacts.write_json(run.folder / "manifest.json", manifest)
+    run.write(rows[:4])
+    assert "stale" not in run.extract(capsys, 1, "--dry-run")[1]
+
+
 # Nothing finished is removed before its successor has its name
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter import cli, config, files, progress
+from drafter import cli, config, contracts, files, progress
 from drafter.generate import answering, chat, prompts, rows
 from drafter.generate import stage as generate
 from drafter.pipeline import deadline as until
@@ -530,6 +530,66 @@ def test_rows_no_longer_asked_for_stay_on_disk_and_out_of_the_reading(lab):
     assert len(list(rows.read_rows(lab.stage))) == lab.manifest["out"] == 8
 
 
+def planned(lab: Lab, capsys, *arguments: str) -> dict:
+    capsys.readouterr()
+    assert lab.run("--dry-run", *arguments) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_manifest_of_other_prompts_is_written_again_without_a_server_and_no_row_is_lost(lab, capsys):
+    """Seam U4: after a call with other prompts the first had nothing to do, and the manifest counted 8 of 8."""
+    lab.add_source(questions(20))
+    assert lab.run() == 0
+    asked, mine = lab.tree["prompts"], [{"name": "mine", "path": str(lab.folder / "mine.jsonl")}]
+    (lab.folder / "mine.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions(8, name="mine")))
+    assert "stale" not in planned(lab, capsys)
+    first = lab.manifest
+    lab.tree["prompts"] = mine
+    assert lab.run() == 0 and lab.manifest["out"] == 6
+    lab.tree["prompts"] = asked
+    sent = len(lab.server.chats)
+    plan = planned(lab, capsys)
+    assert plan["pending"] == 0 and "other prompts" in plan["stale"]
+    assert lab.run() == 0 and len(lab.server.chats) == sent
+    assert [lab.manifest[key] for key in ("in", "out", "rejected")] == [
+        first[key] for key in ("in", "out", "rejected")
+    ]
+    assert len(list(rows.read_rows(lab.stage))) == 18 and len(lab.records) == 24
+    assert "stale" not in planned(lab, capsys)
+
+
+def test_a_smaller_count_and_a_manifest_of_a_limit_are_seen_by_the_plan(lab, capsys):
+    """Seam U4: prompts.0.count=50 on a finished run was ignored."""
+    lab.add_source(questions(20))
+    assert lab.run() == 0
+    assert "stale" not in planned(lab, capsys, "--limit", "4"), "a limit bounds what a call does"
+    assert planned(lab, capsys, "--set", "prompts.0.count=10")["stale"]
+    assert lab.run("--limit", "4") == 0 and lab.manifest["out"] == 4
+    plan = planned(lab, capsys)
+    assert plan["pending"] == 0 and "counts 4 rows of 18" in plan["stale"]
+
+
+def test_a_manifest_that_does_not_record_its_prompts_is_taken_as_it_is(lab, capsys):
+    """Seam U4: of an earlier version, whose folder is no reason to begin again."""
+    lab.add_source(questions(6))
+    assert lab.run() == 0
+    manifest = lab.manifest
+    del manifest["facts"]["prompts_sha256"]
+    files.write_json(lab.stage / "manifest.json", manifest)
+    assert "stale" not in planned(lab, capsys, "--set", "prompts.0.count=5")
+
+
+def test_the_plan_identifies_the_rows_that_there_will_be(lab, capsys):
+    """Seam U4: by their ids alone, whether they are there or still asked for."""
+    lab.add_source(questions(12))
+    before = planned(lab, capsys)["row_set"]
+    assert lab.run() == 0
+    assert planned(lab, capsys)["row_set"] == before == contracts.row_set(list(lab.records))
+    lab.tree["prompts"][0]["name"] = "renamed"
+    assert planned(lab, capsys)["row_set"] == before
+    assert planned(lab, capsys, "--set", "prompts.0.count=10")["row_set"] != before
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
@@ -816,6 +876,15 @@ def test_what_a_deadline_left_is_not_asked_again_without_a_later_one_or_more_pro
     assert until.left_undone(lab.manifest, plan(), later) == ""
     lab.add_source(questions(10, name="more"), name="t")
     assert until.left_undone(lab.manifest, plan(), None) == ""
+
+
+def test_other_prompts_than_a_deadline_ended_with_are_asked_for(lab, deadline, capsys):
+    """Seam U4: as many requests as before passed for the ones that the deadline had left."""
+    assert lab.run(*deadline) == 0 and lab.manifest["pending"] > 18
+    lab.tree["prompts"] = []
+    lab.add_source(questions(20, name="mine"), name="mine")
+    plan = planned(lab, capsys)
+    assert plan["pending"] == 18 and until.left_undone(lab.manifest, plan, None) == ""
 
 
 def test_a_deadline_with_too_few_rows_is_not_a_success(lab, deadline):

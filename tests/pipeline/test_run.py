@@ -18,6 +18,7 @@ from drafter.errors import ConfigError
 from drafter.pipeline import deadline, production_units, run_state, supervise
 from drafter.pipeline import run as pipeline
 from drafter.serve import roles as server
+from drafter.train import checkpoint
 from tests.conftest import CPU_CONFIG, free_port
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -301,6 +302,52 @@ def test_finished_states_are_replaced_only_by_a_pipeline_that_may(night):
     assert code == 2 and "3 finished rows; add --redo" in err and not (night.run_dir / "servers").exists()
     assert night.run("--only", "02", "--redo", _02_hidden_states="redo")[0] == 0
     assert night.done() == ["02_hidden_states"]
+
+
+def train_on(night, row_set: str) -> Path:
+    """As if 04 had a checkpoint of these rows."""
+    folder = night.run_dir / "04_train"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files.write_json(folder / "manifest.json", manifest | {"facts": {"row_set": row_set}})
+    for name in checkpoint.FILES:
+        (folder / "step-00000001").mkdir(exist_ok=True)
+        (folder / "step-00000001" / name).touch()
+    return folder
+
+
+def test_a_finished_stage_whose_manifest_is_of_other_rows_ends_anew_without_a_server(night):
+    """Seam U4: the plain command never recovered from a call with other prompts."""
+    assert night.run("--only", "01b")[0] == 0 and night.run("--only", "02")[0] == 0
+    code, _, err = night.run(_01b_synthetic="stale", _02_hidden_states="stale")
+    assert code == 0 and night.done() == STAGES, err
+    assert "01b_synthetic.py --config" in err and "02_hidden_states.py --config" in err and "is starting" not in err
+
+
+@pytest.mark.parametrize(("stage", "word"), [("01b_synthetic", "more"), ("02_hidden_states", "stale")])
+def test_rows_that_training_was_not_begun_with_are_refused_before_anything_starts(night, stage, word):
+    """Seam U4: 04 refused them, hours after 01b and 02 had begun to make them."""
+    assert night.run()[0] == 0
+    folder, asked = train_on(night, "first"), {f"_{stage}": word}
+    stamps = {path: path.stat().st_mtime_ns for path in night.run_dir.glob("0*/manifest.json")}
+    code, _, err = night.run(**asked)
+    assert code == 2 and ".py --config" not in err and "is starting" not in err, err
+    [line] = [line for line in err.splitlines() if line.startswith("run_pipeline.sh: ")]
+    assert "04_train was begun with other rows than these prompts give" in line
+    assert f"use another run.name, or remove {folder} to train anew" in line
+    assert stamps == {path: path.stat().st_mtime_ns for path in night.run_dir.glob("0*/manifest.json")}
+    assert night.run("--only", stage.partition("_")[0], **asked)[0] == 0, "04 is not asked"
+    train_on(night, "other")
+    assert night.run(**asked)[0] == 0, "these are the rows it was begun with"
+
+
+def test_the_page_of_a_dry_run_shows_that_training_was_begun_with_other_rows(night):
+    """Seam U4"""
+    assert night.run("--only", "04")[0] == 0
+    train_on(night, "first")
+    night.preflight = True
+    lines = night.run("--dry-run", _01b_synthetic="more")[1].splitlines()
+    assert lines[1].split() == ["01b_synthetic", "cannot", "begin"]
+    assert [number for number, line in enumerate(lines) if "04_train was begun with other rows" in line] == [2]
 
 
 def test_a_stage_that_the_kernel_kills_has_the_shells_exit_code(night):

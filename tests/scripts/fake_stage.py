@@ -4,7 +4,8 @@ FAKE_STAGE holds STAGE=WORD, WORD being: fail (exit 1), talks (200 KiB), resumab
 server (works until its server has been restarted), lost (until its server is being restarted, then fails), outage
 (exit 3, until its server has been restarted), forever (until a signal; then saves a second), knows (its --dry-run
 refuses the config), ponders (its --dry-run takes long), redo (its plan refuses to replace finished files without
---redo), late (ends by its deadline, with a request left).
+--redo), late (ends by its deadline, with a request left), stale (nothing is left, but its manifest is of other rows),
+more (rows are added to those it has).
 """
 
 import json
@@ -30,6 +31,15 @@ def body(this: stage.Stage) -> dict:
         (this.folder / "pondering").touch()
         time.sleep(600)
     refused = {"refused": "3 finished rows; add --redo"} if fake == "redo" and not this.args.redo else {}
+    if this.args.dry_run and fake in ("stale", "more"):
+        plan = {
+            "stage": this.name,
+            "dry_run": True,
+            "pending": int(fake == "more"),
+            "findings": [],
+            "row_set": "other",
+        }
+        return plan | ({"stale": "its manifest is of other rows"} if fake == "stale" else {})
     if this.args.dry_run:
         return refused | {"stage": this.name, "dry_run": True, "pending": int(not done.exists()), "findings": []}
     this.lock()
@@ -37,7 +47,7 @@ def body(this: stage.Stage) -> dict:
     this.counts.total = 1
     role = ROLES.get(this.name)
     late = fake == "late" and this.args.deadline
-    if role and not (late and time.time() >= late.timestamp()):
+    if role and fake != "stale" and not (late and time.time() >= late.timestamp()):
         roles.check(this.config, role)
     if fake == "fail":
         raise ContractError("the states are wrong")

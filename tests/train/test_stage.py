@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from drafter import config, contracts, locks
+from drafter import config, contracts, locks, stage
 from drafter.target import eagle3_folder
 from drafter.train import checkpoint, examples, loop
 from drafter.train import stage as train
@@ -354,6 +354,34 @@ def test_other_rows_are_refused_by_name(undisturbed):
     code, summary = captured.train(path, limit=20)
     assert code == 2 and "rows (was" in summary["error"]
     assert (folder(path) / "manifest.json").read_text() == stamp, "a refusal leaves a finished run finished"
+
+
+def planned(path, *more):
+    args = stage.parser("").parse_args(["--dry-run", "--config", str(path), *more])
+    return train.plan(stage.Stage("04_train", config.load(path), args))
+
+
+def test_the_plan_refuses_other_rows_than_the_checkpoints_were_made_of(undisturbed, target, tmp_path):
+    """Seam U4: it was refused only when training began, after the hours that the stages before take."""
+    path = undisturbed[0]
+    assert "refused" not in planned(path)
+    plan = planned(path, "--limit", "20")
+    assert "04_train was begun with other rows (was" in plan["refused"] and plan["refused"] in plan["findings"]
+    assert str(folder(path)) in plan["refused"] and "another run.name" in plan["refused"]
+    assert "refused" not in planned(captured.write_run(tmp_path, target), "--limit", "20"), "nothing is trained"
+
+
+def test_training_records_which_rows_it_was_given(target, warm_start, tmp_path):
+    """Seam U4: the identity that stage 02 records; none where an earlier version recorded none."""
+    path = captured.write_run(tmp_path, target, warm_start=warm_start, epochs=1)
+    assert captured.train(path, "train.max_steps=1")[0] == 0
+    manifest = folder(path) / "manifest.json"
+    assert json.loads(manifest.read_text())["facts"].get("row_set") is None
+    upstream = path.parent / "runs/run/02_hidden_states/manifest.json"
+    upstream.write_text(json.dumps(json.loads(upstream.read_text()) | {"facts": {"row_set": "abc"}}))
+    for steps in (1, 2):  # finished, and with more to train
+        assert captured.train(path, f"train.max_steps={steps}")[0] == 0
+        assert json.loads(manifest.read_text())["facts"]["row_set"] == "abc"
 
 
 def test_more_epochs_carry_on(target, warm_start, tmp_path):
