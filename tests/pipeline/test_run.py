@@ -381,8 +381,6 @@ def test_no_config_is_chosen_for_a_machine_whose_gpus_are_unknown(tmp_path, monk
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/etc", "/bin/ls"])
-
-
 def test_an_interpreter_that_is_none_is_said_in_one_line(python, tmp_path):
     environment = os.environ | {"PYTHON": python}
     done = subprocess.run(
