@@ -231,9 +231,13 @@ def at_address(run_config: config.Config, role: config.Role) -> str | None:
         record = _live_record(path)
         if record and _serves(record["command"], server.url):
             return _of_a_run(run_config, role, path, record)
+    callers = {
+        os.getpid(),
+        *(parent.pid for parent in psutil.Process().parents()),
+    }  # their flags may name the port too
     for each in psutil.process_iter(["pid", "cmdline"]):
         pid = each.info["pid"]
-        if pid != os.getpid() and _serves(each.info["cmdline"] or [], server.url) and _in_our_network(pid):
+        if pid not in callers and _serves(each.info["cmdline"] or [], server.url) and _in_our_network(pid):
             return _of_no_run_here(run_config, role, pid)
     port = urlsplit(server.url).port or 80
     with contextlib.suppress(psutil.Error, OSError):

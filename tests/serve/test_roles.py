@@ -405,6 +405,21 @@ def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_p
     assert known in (found := str(roles.missing(elsewhere, "generate"))) and "kill" not in found
 
 
+def test_a_caller_whose_flags_name_the_port_is_no_server_at_it(role):
+    """A script that starts the pipeline with `--port` and a path that contains vllm was taken for a server."""
+    run_config = role()
+    port = run_config.servers.generate.url.rpartition(":")[2]
+    ask = "import sys; from drafter import config; from drafter.serve import command_server as s; "
+    ask += "print(s.address_fault(config.load(sys.argv[1], sys.argv[2:]), 'generate'))"
+    line = [sys.executable, "-c", ask, CPU_CONFIG, *run_config.origin.overrides]
+    wrapper = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[4:]).returncode)"
+    done = subprocess.run(
+        [sys.executable, "-c", wrapper, "/opt/vllm/start.py", "--port", port, *map(str, line)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "None\n"
+
+
 def test_only_a_server_of_ours_that_no_process_uses_is_said_to_end(role, tmp_path):
     """The advice for another run's working server was `down`, and for any other process `kill`."""
     first = role()
