@@ -27,10 +27,12 @@ from drafter.serve import roles
 ROOT = Path(__file__).resolve().parents[1]
 
 CLI = [sys.executable, "-c", "from speculators.cli import app; app()"]
-# torch 2.11 cannot compile two kernels that share one list of configurations.
+# torch 2.11 cannot compile two kernels that share one list of configurations. Without a GPU there are no kernels.
 TRAIN = """
-from speculators.losses import fused
-fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
+import importlib.util
+if importlib.util.find_spec("triton"):
+    from speculators.losses import fused
+    fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
 from speculators.train.cli import main
 from speculators.train.config import TrainConfig
 if __name__ == "__main__":
