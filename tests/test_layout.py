@@ -22,7 +22,7 @@ CORE = {
 
 # Imports (importer, imported) still against the order, or closing a circle. One that is gone leaves its table too.
 AGAINST_THE_ORDER = {("config", "target.model_folder")}
-IN_A_CIRCLE = {("config", "config_reference"), ("pipeline.run", "pipeline.trial")}
+IN_A_CIRCLE = {("config", "config_reference")}
 
 
 @cache

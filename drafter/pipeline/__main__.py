@@ -1,5 +1,5 @@
 """`python -m drafter.pipeline`, which run_pipeline.sh starts."""
 
-from drafter.pipeline.run import main
+from drafter.pipeline.command import main
 
 raise SystemExit(main())

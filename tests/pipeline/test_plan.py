@@ -10,7 +10,7 @@ import pytest
 
 from drafter import config, disk, files, locks
 from drafter.errors import ConfigError
-from drafter.pipeline import plan, rates, trial
+from drafter.pipeline import command, plan, rates, trial
 from drafter.pipeline import run as pipeline
 from tests.conftest import CPU_CONFIG
 
@@ -111,10 +111,10 @@ def test_a_probe_measures_what_nobody_has_measured_and_keeps_only_its_manifests(
 
     monkeypatch.setattr(pipeline.Pipeline, "run", run)
     call = [str(CPU_CONFIG), "--set", f"run.dir={tmp_path}", "--plan"]
-    assert pipeline.main(call) == 0 and not asked
+    assert command.main(call) == 0 and not asked
     assert "--plan --probe" in capsys.readouterr().out
     for _ in range(2):  # the second time there is nothing to measure
-        assert pipeline.main([*call, "--probe"]) == 0
+        assert command.main([*call, "--probe"]) == 0
     assert asked == [("smollm2_cpu-probe", 1, ["01b", "02", "04"], 64)]
     text = capsys.readouterr().out
     assert "generate: 50 tok/s" in text and "train: 400 tok/s" in text and "profile" not in text
@@ -300,7 +300,7 @@ def test_05_and_06_take_what_they_took_before_on_this_machine(tmp_path, model):
     ],
 )
 def test_what_a_stage_would_refuse_is_not_planned(tmp_path, model, capsys, override, said):
-    assert pipeline.main([str(CPU_CONFIG), "--plan", "--set", f"run.dir={tmp_path}", "--set", override]) == 2
+    assert command.main([str(CPU_CONFIG), "--plan", "--set", f"run.dir={tmp_path}", "--set", override]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err == f"run_pipeline.sh: {said}\n"
 

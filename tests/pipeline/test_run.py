@@ -15,7 +15,7 @@ import pytest
 
 from drafter import cli, config, files, locks, process
 from drafter.errors import ConfigError
-from drafter.pipeline import deadline, production_units, run_state, supervise
+from drafter.pipeline import command, deadline, production_units, run_state, supervise
 from drafter.pipeline import run as pipeline
 from drafter.serve import roles as server
 from drafter.train import checkpoint
@@ -369,15 +369,15 @@ def test_no_config_is_chosen_for_a_machine_whose_gpus_are_unknown(tmp_path, monk
     program = tmp_path / "nvidia-smi"
     program.touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(pipeline.gpu, "DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(command.gpu, "DRIVER", tmp_path / "driver")
     chosen = {"exit 9": "smollm2_cpu.yaml", "echo 0, 17": "smollm2_gpu.yaml", "echo 0, [N/A]": "smollm2_gpu.yaml"}
     for body, name in chosen.items():
         program.write_text(f"#!/bin/sh\n{body}\n")
-        assert pipeline.default_config().name == name
-    pipeline.gpu.DRIVER.touch()
+        assert command.default_config().name == name
+    command.gpu.DRIVER.touch()
     program.write_text("#!/bin/sh\nexit 9\n")
     with pytest.raises(ConfigError, match="exit code 9.*name the config"):
-        pipeline.default_config()
+        command.default_config()
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/etc", "/bin/ls"])
@@ -917,7 +917,7 @@ def test_a_run_that_cannot_begin_says_so_and_leaves_nothing(made, tmp_path, over
 )  # fmt: skip
 def test_arguments_that_contradict_each_other_are_refused(call, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
-    assert pipeline.main([*call.split(), str(CPU_CONFIG)]) == 2
+    assert command.main([*call.split(), str(CPU_CONFIG)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import drafter
 from drafter import locks
+from drafter.pipeline import command
 from drafter.pipeline import run as pipeline
 
 locks.CLAIMS = Path(os.environ["FAKES"])  # of this test alone
@@ -17,4 +18,4 @@ if not os.environ.get("PREFLIGHT"):
     drafter.pipeline.preflight = SimpleNamespace(check=lambda *_: None)
 fakes = Path(os.environ["FAKES"])
 pipeline.STEPS = tuple(replace(step, script=str(fakes / f"{step.stage}.py")) for step in pipeline.STEPS)
-raise SystemExit(pipeline.main())
+raise SystemExit(command.main())

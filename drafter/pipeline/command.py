@@ -1,0 +1,71 @@
+"""The command `run_pipeline.sh`: what its arguments ask for, one line for what goes wrong, and the exit code."""
+
+import logging
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from drafter import cli, config, errors, signals
+from drafter.errors import ConfigError, Interrupted, StageError
+from drafter.pipeline import deadline, plan, status, trial
+from drafter.pipeline.run import Pipeline, chosen
+from drafter.serve import gpu
+from drafter.stage import of_the_machine, summarise
+from drafter.target import default_model, model_folder
+
+log = logging.getLogger("drafter")
+
+
+def default_config() -> Path:
+    """The config of a call that names none. Raises ConfigError where a loaded driver does not list its GPUs."""
+    found = gpu.read()
+    if found.unknown and gpu.DRIVER.exists():
+        raise ConfigError(
+            f"{found.unknown}, so whether this machine has a GPU is unknown: name the config, "
+            "configs/smollm2_gpu.yaml or configs/smollm2_cpu.yaml"
+        )
+    return config.ROOT / "configs" / ("smollm2_gpu.yaml" if found.gpus else "smollm2_cpu.yaml")
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
+    signals.listen(*signals.wanted())
+    pipeline: Pipeline | None = None
+    try:
+        args = cli.read(argv)
+        run_config = config.load(args.config or default_config(), args.overrides)
+        if args.status:
+            print("\n".join(status.lines(run_config)))
+            return 0
+        now = datetime.now()
+        until = deadline.resolve(run_config, args.deadline, now)
+        pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, until)
+        pipeline.redo = args.redo
+        if args.plan:
+            if args.probe and plan.guesses(run_config):
+                trial.measure(run_config)
+            print(plan.show(run_config, None, until and until.moment, cli.next_time(args.done_by, now)))
+            return 0
+        if args.dry_run:
+            from drafter.pipeline import dry_run  # needs torch
+
+            print("\n".join(dry_run.lines(run_config, pipeline.plans(pipeline.steps))))
+            return 0
+        if run_config.target.model == model_folder.DEFAULT_MODEL:
+            default_model.ensure()
+        code = pipeline.run()
+    except BrokenPipeError:  # whoever reads has seen enough
+        return 1
+    except Interrupted as stop:
+        log.info("%s: what is done is kept, %s", stop, errors.what_next(None))
+        code = stop.exit_code
+    except (StageError, OSError) as error:
+        known = error if isinstance(error, StageError) else of_the_machine(error)
+        if known is None:
+            raise
+        print(f"run_pipeline.sh: {known}", file=sys.stderr)
+        code = known.exit_code
+    if pipeline and pipeline.begun:
+        summarise(pipeline.state, code)
+    return code
