@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="HH:MM",
         help="stop asking then, finish what is in flight, go on with what there is; or YYYY-MM-DDTHH:MM",
     )
-    return stage.run("01b_synthetic", body, parser, argv)
+    return stage.run_stage("01b_synthetic", body, parser, argv)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         help=f"replace finished files whose token ids a changed setting changes (more than {extract.REDO_ROWS})",
     )
     arguments.add_argument("--shard", default="1/1", metavar="I/N", help="extract this part of the rows")
-    return stage.run("02_hidden_states", body, arguments, argv)
+    return stage.run_stage("02_hidden_states", body, arguments, argv)
 
 
 def body(run: stage.Stage) -> dict:
@@ -67,7 +67,7 @@ def body(run: stage.Stage) -> dict:
     progress = Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency, record=record)
     extraction = Extraction(config, folder, todo, share, progress, first_loss(config))
     try:
-        client.run(extraction.run())
+        client.run_interruptible(extraction.run())
     except BaseException:
         worklist.sweep(folder, share)
         with worklist.merging(folder):

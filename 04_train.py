@@ -17,4 +17,4 @@ def body(this: stage.Stage) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(stage.run("04_train", body, stage.parser(__doc__)))
+    sys.exit(stage.run_stage("04_train", body, stage.parser(__doc__)))

@@ -28,7 +28,7 @@ def body(this: stage.Stage) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = stage.parser(__doc__)
     parser.add_argument("--smoke", action="store_true", help="also serve it and require an acceptance length above 1")
-    return stage.run("05_export", body, parser, argv)
+    return stage.run_stage("05_export", body, parser, argv)
 
 
 if __name__ == "__main__":

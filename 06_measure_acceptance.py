@@ -24,7 +24,7 @@ def body(this: stage.Stage) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return stage.run("06_acceptance", body, stage.parser(__doc__), argv)
+    return stage.run_stage("06_acceptance", body, stage.parser(__doc__), argv)
 
 
 if __name__ == "__main__":

@@ -355,11 +355,11 @@ def main() -> None:
     parser.add_argument("--no-seeds", action="store_true")
     args = parser.parse_args()
     if args.what == "serve":
-        return client.run(serve_loopback(0))
+        return client.run_interruptible(serve_loopback(0))
     if args.what in ("bare", "client"):
         run_config = config.load(args.config)
         work = client_only(run_config, args.requests) if args.what == "client" else None
-        print(json.dumps(client.run(work or bare(run_config, args.requests, seeds=not args.no_seeds))))
+        print(json.dumps(client.run_interruptible(work or bare(run_config, args.requests, seeds=not args.no_seeds))))
         return None
     print(f"{platform.platform()}, {os.cpu_count()} CPUs, {versions.versions()}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ LISTED = with_config(ConfigDict(strict=True, extra="ignore"))  # unlisted fields
 CLOSED = with_config(ConfigDict(strict=True, extra="forbid"))  # unlisted fields are refused
 
 
-def check(kind: Any, value: Any) -> Any:
+def validate(kind: Any, value: Any) -> Any:
     """`value`, if it is of the type `kind`. Raises ContractError (`field: what is wanted`)."""
     try:
         return _adapter(kind).validate_python(value)
@@ -35,12 +35,12 @@ def load(path: Path, kind: Any, error: type[StageError] = ContractError, remedy:
     Raises FileNotFoundError, or `error` with the file, the field and the remedy.
     """
     try:
-        return check(kind, _parse(path.read_bytes()))
+        return validate(kind, _parse(path.read_bytes()))
     except ContractError as why:
         raise error(f"{path} is broken ({why})" + (f"; {remedy}" if remedy else "")) from None
 
 
-def read(path: Path, kind: Any) -> dict[str, Any]:
+def read_or_empty(path: Path, kind: Any) -> dict[str, Any]:
     """A file that the reader can do without: {} if it is missing or not of its kind."""
     try:
         return load(path, kind)
@@ -52,12 +52,12 @@ def lines(path: Path, kind: Any, remedy: str = "", journal: bool = False) -> Ite
     """The records of a JSONL file. Raises FileNotFoundError, or ContractError with the file, record and field."""
     for number, record in enumerate(files.read_jsonl(path, journal=journal), 1):
         try:
-            yield check(kind, record)
+            yield validate(kind, record)
         except ContractError as why:
             raise ContractError(f"{path}: record {number}: {why}" + (f"; {remedy}" if remedy else "")) from None
 
 
-def records(path: Path, kind: Any, limit: int | None = None) -> list[dict]:
+def records_or_empty(path: Path, kind: Any, limit: int | None = None) -> list[dict]:
     """At most `limit` records of a JSONL file that the reader can do without: [] if it is missing or broken."""
     try:
         return list(islice(lines(path, kind, journal=True), limit))

@@ -50,7 +50,7 @@ def moment(text: str) -> datetime:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def read(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     """`config` is a path or None, `status` whether the word is there.
 
     Raises ConfigError for arguments that are wrong, or say nothing together: none is ignored in silence.
@@ -122,7 +122,7 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Silent about arguments that are right; else as the pipeline itself would say it."""
     try:
-        read(argv)
+        parse(argv)
     except ConfigError as error:
         print(f"run_pipeline.sh: {error}", file=sys.stderr)
         return error.exit_code

@@ -14,26 +14,26 @@ from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationErro
 from drafter import config_tree, strict_yaml
 from drafter.config_servers import Server, Servers
 from drafter.config_types import (
-    MOST,
+    MAX_COUNT,
     Beta,
     DraftTokens,
     Epochs,
+    LoaderThreads,
     LocalPath,
     Minutes,
+    NonBlankStrings,
     NonNegativeFloat,
     NonNegativeInt,
     Parallel,
     Penalty,
     PositiveFloat,
     PositiveInt,
-    Readers,
-    Real,
     Section,
     SequenceLength,
     Share,
+    StrictFloat,
+    StrictInt,
     Temperature,
-    Whole,
-    Words,
     in_home,
 )
 from drafter.errors import ConfigError
@@ -139,17 +139,17 @@ def _distinct(prompts: tuple[Source, ...]) -> tuple[Source, ...]:
     return prompts
 
 
-Named = Annotated[tuple[Source, ...], AfterValidator(_distinct)]
+UniqueSources = Annotated[tuple[Source, ...], AfterValidator(_distinct)]
 
 
 class Generate(Section):
     concurrency: Parallel = Field(200, description="requests in flight")
     max_tokens: PositiveInt = Field(8192, description="tokens of an answer at most, its reasoning included")
     temperature: Temperature = Field(description="as the model is served")
-    top_p: Annotated[Real, Field(gt=0, le=1)] = Field(description="as the model is served")
-    top_k: Annotated[Whole, Field(ge=-1, le=MOST)] = Field(-1, description="-1: all tokens")
+    top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = Field(description="as the model is served")
+    top_k: Annotated[StrictInt, Field(ge=-1, le=MAX_COUNT)] = Field(-1, description="-1: all tokens")
     min_p: Share = Field(0.0, description="of the most probable token's probability")
-    repetition_penalty: Annotated[Real, Field(gt=0, le=2)] = Field(1.0, description="1: none")
+    repetition_penalty: Annotated[StrictFloat, Field(gt=0, le=2)] = Field(1.0, description="1: none")
     presence_penalty: Penalty = Field(0.0, description="0: none")
     frequency_penalty: Penalty = Field(0.0, description="0: none")
     seed_rows: bool = Field(True, description="derive each request's seed from its row id")
@@ -208,12 +208,12 @@ class Train(Section):
     ttt_steps: DraftTokens = Field(3, description="guesses in a row that each position is trained on")
     ttt_decay: Share = Field(1.0, description="weight of each guess relative to the one before it")
     precision: Literal["bf16", "fp32"] = Field("bf16", description="of compute; master weights are always fp32")
-    validation_share: Annotated[Real, Field(gt=0, lt=1)] = Field(0.05, description="of the conversations")
+    validation_share: Annotated[StrictFloat, Field(gt=0, lt=1)] = Field(0.05, description="of the conversations")
     validate_every: PositiveInt = Field(100, description="steps")
     save_every: PositiveInt = Field(500, description="steps")
     keep_checkpoints: PositiveInt = Field(2, description="the latest ones, beside the best")
     patience: PositiveInt | None = Field(None, description="validations without improvement before it stops")
-    loader_workers: Readers = Field(4, description="threads that read packs ahead; 0: read when needed")
+    loader_workers: LoaderThreads = Field(4, description="threads that read packs ahead; 0: read when needed")
 
     @model_validator(mode="after")
     def _pull(self):
@@ -239,8 +239,8 @@ class Cell(Section):
 
 class Acceptance(Section):
     held_out: PositiveInt = Field(40, description="conversations of the run's own sources kept out of training")
-    prompts: Named = Field((), description="sources to measure on instead of the held-out conversations")
-    drafters: Words = Field(
+    prompts: UniqueSources = Field((), description="sources to measure on instead of the held-out conversations")
+    drafters: NonBlankStrings = Field(
         ("warm_start", "run"), description="what is served and compared: these, none, and folders of drafters"
     )
     cells: Annotated[tuple[Cell, ...], Field(min_length=1)] = Field(
@@ -261,7 +261,7 @@ class Config(Section):
     run: Run = Field(description="the run and its folder")
     target: Target = Field(description="the served model")
     servers: Servers = Field(description="the vLLM roles")
-    prompts: Annotated[Named, Field(min_length=1)] = Field(description="sources of conversations")
+    prompts: Annotated[UniqueSources, Field(min_length=1)] = Field(description="sources of conversations")
     generate: Generate = Field(description="stage 01b")
     extract: Extract = Field(Extract(), description="stage 02")
     train: Train = Field(description="stage 04")

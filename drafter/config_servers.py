@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
 
-from drafter.config_types import LocalPath, Minutes, NonNegativeInt, PositiveFloat, Section, Words, in_home
+from drafter.config_types import LocalPath, Minutes, NonBlankStrings, NonNegativeInt, PositiveFloat, Section, in_home
 from drafter.errors import ConfigError
 
 # Of vLLM's flags those that other settings give, and those that would show a secret to everyone on the machine.
@@ -36,7 +36,7 @@ class Server(Section):
     link: LocalPath | None = Field(
         None, description="folder that the unit's command names; starting the unit links it to the run's own"
     )
-    systemctl: Words = Field(("systemctl",), description="the command that starts and stops units")
+    systemctl: NonBlankStrings = Field(("systemctl",), description="the command that starts and stops units")
     args: dict[Annotated[str, Field(pattern=r"^[A-Za-z]")], JsonValue] = Field(
         {}, description="vLLM's own flags without the dashes; true stands for a bare flag"
     )

@@ -6,23 +6,23 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 # Strict numbers: booleans and numeric strings are refused. The bounds only catch slips of the hand.
-Whole = Annotated[int, Field(strict=True)]
-Real = Annotated[float, Field(strict=True)]
-MOST = 10**8  # of anything counted
-PositiveInt = Annotated[Whole, Field(gt=0, le=MOST)]
-NonNegativeInt = Annotated[Whole, Field(ge=0, le=MOST)]
-Parallel = Annotated[Whole, Field(gt=0, le=10_000)]  # of anything done at once
-Epochs = Annotated[Whole, Field(gt=0, le=10_000)]
-Readers = Annotated[Whole, Field(ge=0, le=256)]  # each holds a pack
-SequenceLength = Annotated[Whole, Field(ge=32, le=MOST)]  # shorter: no row has an answer left
-DraftTokens = Annotated[Whole, Field(gt=0, le=64)]
-PositiveFloat = Annotated[Real, Field(gt=0, le=MOST)]
-NonNegativeFloat = Annotated[Real, Field(ge=0, le=MOST)]
-Minutes = Annotated[Real, Field(gt=0, le=7 * 24 * 60)]
-Share = Annotated[Real, Field(ge=0, le=1)]
-Beta = Annotated[Real, Field(ge=0, lt=1)]
-Temperature = Annotated[Real, Field(ge=0, le=2)]
-Penalty = Annotated[Real, Field(ge=-2, le=2)]
+StrictInt = Annotated[int, Field(strict=True)]
+StrictFloat = Annotated[float, Field(strict=True)]
+MAX_COUNT = 10**8  # of anything counted
+PositiveInt = Annotated[StrictInt, Field(gt=0, le=MAX_COUNT)]
+NonNegativeInt = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
+Parallel = Annotated[StrictInt, Field(gt=0, le=10_000)]  # of anything done at once
+Epochs = Annotated[StrictInt, Field(gt=0, le=10_000)]
+LoaderThreads = Annotated[StrictInt, Field(ge=0, le=256)]  # each holds a pack
+SequenceLength = Annotated[StrictInt, Field(ge=32, le=MAX_COUNT)]  # shorter: no row has an answer left
+DraftTokens = Annotated[StrictInt, Field(gt=0, le=64)]
+PositiveFloat = Annotated[StrictFloat, Field(gt=0, le=MAX_COUNT)]
+NonNegativeFloat = Annotated[StrictFloat, Field(ge=0, le=MAX_COUNT)]
+Minutes = Annotated[StrictFloat, Field(gt=0, le=7 * 24 * 60)]
+Share = Annotated[StrictFloat, Field(ge=0, le=1)]
+Beta = Annotated[StrictFloat, Field(ge=0, lt=1)]
+Temperature = Annotated[StrictFloat, Field(ge=0, le=2)]
+Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
 
 
 def in_home(path: str) -> str:
@@ -34,8 +34,8 @@ def in_home(path: str) -> str:
 
 
 LocalPath = Annotated[Path, AfterValidator(lambda path: Path(in_home(str(path))))]
-Word = Annotated[str, Field(pattern=r"\S"), AfterValidator(in_home)]
-Words = Annotated[tuple[Word, ...], Field(min_length=1)]
+NonBlankString = Annotated[str, Field(pattern=r"\S"), AfterValidator(in_home)]
+NonBlankStrings = Annotated[tuple[NonBlankString, ...], Field(min_length=1)]
 
 
 class Section(BaseModel):

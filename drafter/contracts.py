@@ -39,7 +39,7 @@ REJECT_REASONS = (
 )
 
 
-Identity = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{2,64}$")]  # part of a file's name
+FileId = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{2,64}$")]  # part of a file's name
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
@@ -92,7 +92,7 @@ class Row:
     Text (`reasoning`, `content`) is for people only.
     """
 
-    row_id: Identity
+    row_id: FileId
     conv_id: str
     source: str
     turn: Count
@@ -108,7 +108,7 @@ class Row:
     flags: list[str] = field(default_factory=list)  # e.g. special_in_text, cut_in_reasoning
 
     @property
-    def identity(self) -> bytes:
+    def id_bytes(self) -> bytes:
         """`row_id` in 16 bytes. Raises ContractError when it is no content id."""
         try:
             return bytes.fromhex(self.row_id)
@@ -154,7 +154,7 @@ def read_rows(path: Path, journal: bool = False) -> Iterator[tuple[int, Row]]:
 
 def _made(cls: type, record: dict) -> Any:
     try:
-        return cls(**checked.check(checked.record_of(cls), record))
+        return cls(**checked.validate(checked.record_of(cls), record))
     except ContractError as error:
         name = record.get("row_id")
         raise ContractError(f"row {name}: {error}" if isinstance(name, str) else str(error)) from None
@@ -185,7 +185,7 @@ def cut(spans: list[list[int]], length: int) -> list[list[int]]:
 class IndexEntry:
     """One published hidden-state file, with what training needs of its row."""
 
-    row_id: Identity
+    row_id: FileId
     conv_id: str
     source: str
     tokens: Count

@@ -185,7 +185,9 @@ def clean(held: list[Held], freed_log: Path) -> int:
 
 def freed(run_dir: Path) -> list[config.StageName]:
     """The stages of a run whose folders `clean` removed and no rerun has made again."""
-    paths = [Path(record["freed"]) for record in checked.records(run_dir.parent / FREED_LOG, run_files.Freed)]
+    paths = [
+        Path(record["freed"]) for record in checked.records_or_empty(run_dir.parent / FREED_LOG, run_files.Freed)
+    ]
     names = {path.name for path in paths if path.parent.name == run_dir.name}
     return [name for name in config.STAGES if name in names and not (run_dir / name).exists()]
 

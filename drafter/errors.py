@@ -58,7 +58,7 @@ class RowError(Exception):
         self.detail = detail
 
 
-def what_next(exit_code: int | None) -> str:
+def next_action(exit_code: int | None) -> str:
     """What a person does about a stage that ended with this code."""
     same = "the same command continues there"
     return f"once that is put right, {same}" if exit_code in (1, 2) else same

@@ -299,7 +299,7 @@ def fingerprint_path(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def home(folder: Path) -> str:
+def inode_id(folder: Path) -> str:
     """Identity of a folder: it stays when the folder is moved, and a copy has another."""
     found = folder.stat()
     return f"{found.st_dev}:{found.st_ino}"

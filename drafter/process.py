@@ -23,24 +23,24 @@ KILL_SECONDS = 30  # a process that SIGKILL does not end in this time hangs in t
 
 def identity(pid: int) -> dict[str, Any]:
     """What tells a process from every other one, of another time or start of the machine too."""
-    return {"pid": pid, "birth": birth(pid), "boot": boot()}
+    return {"pid": pid, "birth": start_time(pid), "boot": boot_id()}
 
 
 def lives(record: dict[str, Any]) -> bool:
     """Whether the process of an `identity` is still alive."""
-    if record.get("boot") != boot():
+    if record.get("boot") != boot_id():
         return False
     known, pid = record.get("birth"), record.get("pid", 0)
-    return leads_hidden_session(pid) if known is None else known == birth(pid)
+    return leads_hidden_session(pid) if known is None else known == start_time(pid)
 
 
-def birth(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Start time of a live process in clock ticks since boot. None when it is dead, or hidden from this user."""
     fields = _fields(pid)
     return fields[19] if fields else None
 
 
-def boot() -> str:
+def boot_id() -> str:
     """Identity of this start of the machine: pids and births mean nothing after the next."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

@@ -26,7 +26,7 @@ class Process(TypedDict, total=False):
     boot: str
 
 
-class Seen(TypedDict, total=False):
+class StageRecord(TypedDict, total=False):
     """What the pipeline noted of a stage."""
 
     status: str
@@ -49,7 +49,7 @@ class State(Process):
 
     status: str
     stage: NotRequired[config.StageName | None]
-    stages: dict[str, Seen]
+    stages: dict[str, StageRecord]
     asked: NotRequired[list[config.StageName]]
     error: NotRequired[str | None]
     production: NotRequired[list[str]]

@@ -104,7 +104,7 @@ def _wait_for_stage(folder: Path) -> None:
         if not said:
             log.info("waiting for a stage of a pipeline that was killed%s to stop", locks.describe(busy[0]))
             said = True
-        signals.check()
+        signals.raise_if_received()
         time.sleep(0.2)
 
 

@@ -47,7 +47,7 @@ def mute() -> None:
     _muted = True
 
 
-def check() -> None:
+def raise_if_received() -> None:
     """Raise Interrupted if a signal came: Python drops what a handler raises inside a destructor or a callback.
 
     For loops of the main path; never on the way out.

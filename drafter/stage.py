@@ -63,7 +63,7 @@ class Stage:
 
     def question(self, keys: Iterable[str]) -> dict[str, Any]:
         """The settings under dotted `keys` that decide what a row means; paths stand for their content."""
-        return {"schema": contracts.SCHEMA} | {key: _identity(self.config, key) for key in sorted(keys)}
+        return {"schema": contracts.SCHEMA} | {key: _content_of(self.config, key) for key in sorted(keys)}
 
     def require(self, upstream: config.StageName) -> dict:
         """Manifest of an earlier stage, after checking that it answered today's question.
@@ -123,7 +123,7 @@ class Stage:
         differing = [
             f"{key} (was {was!r}, is {now!r})"
             for key, was in manifest["question"].items()
-            if (now := _identity(self.config, key)) != was
+            if (now := _content_of(self.config, key)) != was
         ]
         if differing:
             raise ConfigError(
@@ -156,7 +156,7 @@ class Stage:
         return manifest
 
 
-def _identity(run_config: config.Config, key: str) -> Any:
+def _content_of(run_config: config.Config, key: str) -> Any:
     """A setting's value, or for a path the fingerprint of what is there."""
     if key == "schema":
         return contracts.SCHEMA
@@ -181,7 +181,7 @@ def read_resolved(folder: Path) -> dict | None:
     """The config that a stage was made with, or None when there is none. Raises ContractError on a broken file."""
     path = folder / "config.yaml"
     try:
-        return checked.check(run_files.Resolved, strict_yaml.load(path.read_text()))
+        return checked.validate(run_files.Resolved, strict_yaml.load(path.read_text()))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (yaml.YAMLError, ValueError, RecursionError, ContractError) as error:
@@ -245,7 +245,7 @@ def run_tool(
         return stop.exit_code
 
 
-def run(
+def run_stage(
     name: config.StageName,
     body: Callable[[Stage], dict],
     arguments: argparse.ArgumentParser,
@@ -334,4 +334,4 @@ def say(message: str, *args: Any) -> None:
 
 def is_main_process() -> bool:
     """True outside torchrun and on its rank 0."""
-    return torchrun_env.read("RANK", 0) == 0
+    return torchrun_env.get("RANK", 0) == 0

@@ -6,6 +6,6 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 MARK = "TORCHELASTIC_RUN_ID"  # set by torchrun alone
 
 
-def read(variable: str, default: int) -> int:
+def get(variable: str, default: int) -> int:
     """A variable of torchrun's, or `default` in a process that torchrun did not start."""
     return int(os.environ.get(variable, default)) if MARK in os.environ else default

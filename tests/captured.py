@@ -93,7 +93,7 @@ def train(path: Path, *overrides: str, limit: int | None = None) -> tuple[int, d
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            code = stage.run("04_train", lambda this: train_stage.run(this), stage.parser(""), argv)
+            code = stage.run_stage("04_train", lambda this: train_stage.run(this), stage.parser(""), argv)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -401,6 +401,6 @@ def test_a_time_is_written_in_ascii_digits():
 def test_a_blank_name_of_a_config_is_refused(blank):
     """It ran the default config."""
     with pytest.raises(ConfigError, match="blank"):
-        cli.read([blank])
+        cli.parse([blank])
     with pytest.raises(ConfigError, match="blank"):
         config.load(blank)

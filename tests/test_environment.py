@@ -108,7 +108,7 @@ child = subprocess.Popen([sys.executable, "-c", f"{hide}; print(1, flush=True); 
                          stdout=subprocess.PIPE, start_new_session=True)
 child.stdout.readline()
 record = process.identity(child.pid)
-alive, seen = process.lives(record), process.birth(child.pid) is not None
+alive, seen = process.lives(record), process.start_time(child.pid) is not None
 left = process.end_session(child.pid, 0.2)
 child.wait()
 try:

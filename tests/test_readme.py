@@ -33,7 +33,7 @@ def test_a_documented_command_is_understood(command, tmp_path):
         return
     here = ["--set", f"run.dir={tmp_path}"]
     if words[0] == "./run_pipeline.sh":
-        args = cli.read(words[1:])
+        args = cli.parse(words[1:])
         config.load(args.config or CPU_CONFIG, args.overrides)
         assert pipeline.chosen(args.first, args.only)
         if not args.plan and not args.status:

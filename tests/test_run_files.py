@@ -17,7 +17,7 @@ FILES = {"state": "pipeline.json", "plan": "plan.json", "manifest": f"{HAND}/man
     "train": "04_train/manifest.json", "metric": "04_train/metrics.jsonl", "index": f"{STAGE}/index.jsonl",
     "rejected": f"{HAND}/rejected.jsonl", "acceptance": "06_acceptance/acceptance.json",
 }  # fmt: skip
-NONE = {"pid": 2**22 - 1, "birth": "1", "boot": process.boot()}
+NONE = {"pid": 2**22 - 1, "birth": "1", "boot": process.boot_id()}
 HEADLINE = dict.fromkeys(run_files.Headline.__annotations__, 1.0) | {
     "verdict": "better", "recommended": "run", "drafter": "run", "baseline": "warm_start", "acceptance_length": 2.5,
 }  # fmt: skip
@@ -45,7 +45,7 @@ def the_files(run_config):
     return {
         "state": {
             "status": "interrupted", "stage": STAGE, "stages": {STAGE: seen}, "error": "interrupted by SIGTERM",
-            "production": ["vllm-team"], "home": artifacts.home(run_config.run_dir), **NONE,
+            "production": ["vllm-team"], "home": artifacts.inode_id(run_config.run_dir), **NONE,
         },
         "plan": {STAGE: {"seconds": {"low": 60, "typical": 1200, "high": 2400}, "rows": 93, "bytes": 2**30}},
         "manifest": manifest,
@@ -165,4 +165,4 @@ def test_a_stage_that_ended_before_it_wrote_a_manifest_keeps_what_the_pipeline_s
 
 def test_what_is_wrong_is_named():
     with pytest.raises(ContractError, match="^rejected.a: Input should be a valid integer$"):
-        checked.check(run_files.Manifest, {"rejected": {"a": "b"}})
+        checked.validate(run_files.Manifest, {"rejected": {"a": "b"}})

@@ -46,7 +46,7 @@ def body(this):
     this.counts.total = this.counts.done = 1
     return this.finish()
 
-sys.exit(stage.run(sys.argv[1], body, stage.parser("test"), sys.argv[3:]))
+sys.exit(stage.run_stage(sys.argv[1], body, stage.parser("test"), sys.argv[3:]))
 """
 READS = {
     "01b_synthetic": "",

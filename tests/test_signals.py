@@ -41,7 +41,7 @@ def test_what_python_drops_in_a_destructor_is_raised_by_the_next_look():
     with pytest.raises(Interrupted):
         dropped = Dropping()
         del dropped
-        signals.check()
+        signals.raise_if_received()
 
 
 def test_another_threads_hold_holds_nothing_back():
@@ -64,7 +64,7 @@ def test_another_threads_hold_holds_nothing_back():
 def test_nothing_interrupts_the_end():
     signals.mute()
     os.kill(os.getpid(), signal.SIGUSR1)
-    signals.check()
+    signals.raise_if_received()
 
 
 @pytest.mark.parametrize(("before", "ends"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])

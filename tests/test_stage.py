@@ -27,7 +27,7 @@ def call(tmp_path, capsys, monkeypatch):
         argv = ["--set", f"run.dir={tmp_path}", *flags]
         for override in overrides:
             argv += ["--set", override]
-        code = stage.run(name, body, stage.parser("test"), argv)
+        code = stage.run_stage(name, body, stage.parser("test"), argv)
         captured = capsys.readouterr()
         lines = captured.out.splitlines()
         assert len(lines) == 1, "stdout is one JSON line"
@@ -93,7 +93,7 @@ def test_what_the_machine_refuses_says_who_acts_next(call, number, code, said):
 @pytest.mark.parametrize("arguments", [["--limit", "0"], ["--limit", "-1"], ["--limit", "x"], ["--unknown"]])
 def test_wrong_arguments_are_a_config_error_like_any_other(capsys, monkeypatch, arguments):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert stage.run("01b_synthetic", complete, stage.parser("test"), arguments) == 2
+    assert stage.run_stage("01b_synthetic", complete, stage.parser("test"), arguments) == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out)["exit_code"] == 2
     assert len(captured.err.splitlines()) == 1
@@ -171,7 +171,7 @@ def test_a_signal_ends_with_its_own_exit_code_after_saving(tmp_path, signum, cod
             this.begin(("generate.temperature",))
             print("ready", file=sys.stderr, flush=True)
             time.sleep(60)
-        sys.exit(stage.run("01b_synthetic", body, stage.parser("t"), ["--set", "run.dir=" + sys.argv[1]]))
+        sys.exit(stage.run_stage("01b_synthetic", body, stage.parser("t"), ["--set", "run.dir=" + sys.argv[1]]))
         """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
@@ -208,7 +208,7 @@ def test_progress_is_recorded_for_programs_and_a_file_that_cannot_be_written_sto
         progress = Progress(10, "rows", done=2, every=0, record=path)
         progress.advance(5)
         progress.advance()
-    (first, last) = checked.records(tmp_path / "progress.jsonl", run_files.Progressed)
+    (first, last) = checked.records_or_empty(tmp_path / "progress.jsonl", run_files.Progressed)
     assert (first["done"], last["done"], last["total"], last["unit"]) == (7, 8, 10, "rows")
     assert first["at"] <= last["at"]
 

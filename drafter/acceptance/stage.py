@@ -216,7 +216,7 @@ def decode(
     """One prompt set on the server that is up."""
     requests = {record["conv_id"]: body(config, settings, record) for record in records}
     think_end = config.target.think_end
-    return client.run(
+    return client.run_interruptible(
         decoding.decode(config.servers.evaluate, requests, concurrency, until, think_end, lambda _reply: advance())
     )
 
@@ -254,7 +254,7 @@ def to_be_tried(config: Config) -> bool:
     if (start := config.train.warm_start) is None or export.is_trained(config):
         return False
     eagle3_folder.read_config(start)
-    return smoke_record.key(config) not in smoke_record.read(config)
+    return smoke_record.key(config) not in smoke_record.read_all(config)
 
 
 def smoke(stage: Stage) -> dict:

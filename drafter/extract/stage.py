@@ -16,7 +16,7 @@ from drafter.extract.loop import Extraction
 from drafter.extract.worklist import Item, Rejected, Share
 from drafter.progress import Progress
 from drafter.serve import roles
-from drafter.serve.client import run as run_client
+from drafter.serve.client import run_interruptible
 from drafter.stage import Stage, read_manifest, say
 
 REDO_ROWS = 10  # finished files that are replaced without being asked to
@@ -90,7 +90,7 @@ def check_ready(run: Stage, todo: list[Item]) -> None:
         raise ConfigError(refused)
     if advice := worklist.plan(run.config, todo, run.folder, sum(outdated.values())).get("advice"):
         raise ConfigError(advice)
-    roles.check(run.config, "extract")
+    roles.require_ready(run.config, "extract")
     if outdated:
         say("%d finished rows are extracted again; each keeps its file until the new one is there", len(outdated))
 
@@ -130,13 +130,13 @@ def verify(run: Stage, items: list[Item], rejected: list[Rejected], share: Share
 def probe_only(run: Stage, items: list[Item], share: Share) -> dict:
     """The probe of the server as it runs now, on the share's first rows; what the stage holds stays as it is."""
     run.refuse_another_question()
-    roles.check(run.config, "extract")
+    roles.require_ready(run.config, "extract")
     rows = [item for item in items if item.row_id in share][: run.config.extract.probe_rows]
     if not rows:
         raise ConfigError("there is no row to probe the server with")
     extraction = Extraction(run.config, run.folder, rows, share, Progress(len(rows), "rows"))
     try:
-        run_client(extraction.probe_once())
+        run_interruptible(extraction.probe_once())
     finally:
         worklist.sweep(run.folder, share)
     return {"stage": run.name, "probe": extraction.probes[0]}

@@ -57,7 +57,7 @@ def materialise(config: Config, folder: Path, earlier: Path | None = None) -> di
 
 def current(config: Config, folder: Path) -> dict | None:
     """What `materialise` returned for this very mix, when it lies in `folder`."""
-    meta = checked.read(folder / META, prompts.Meta)
+    meta = checked.read_or_empty(folder / META, prompts.Meta)
     if not meta or meta["key"] != _key(config) or not (folder / PROMPTS).exists():
         return None
     return meta if meta["sha256"] == files.sha256_file(folder / PROMPTS) else None

@@ -254,7 +254,7 @@ def read_rows(folder: Path, limit: int | None = None) -> Iterator[Row]:
     asked = set(Requests(folder / prompts.PROMPTS, limit).ids)
     for path in row_files(folder):
         for _, row in contracts.read_rows(path, path.name == JOURNAL):
-            if row.identity in asked:
+            if row.id_bytes in asked:
                 yield row
 
 
@@ -263,7 +263,7 @@ def answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
     found = {}
     for path in row_files(folder) if wanted else []:
         for _, row in contracts.read_rows(path, path.name == JOURNAL):
-            if (identity := row.identity) in wanted:
+            if (identity := row.id_bytes) in wanted:
                 found[identity] = row.content if may_continue(row) else None
     return found
 
@@ -276,7 +276,7 @@ def done_ids(folder: Path) -> set[bytes]:
             whole = (OPENING.match(line) for line in file if line.endswith(b"\n"))
             found.update(bytes.fromhex(match[1].decode()) for match in whole if match)
     if (journal := folder / JOURNAL).exists():
-        found.update(row.identity for _, row in _whole_rows(journal))
+        found.update(row.id_bytes for _, row in _whole_rows(journal))
     return found
 
 

@@ -52,8 +52,8 @@ def ask(stage: Stage, work: Work) -> None:
     if deadline is not None and time.time() >= deadline:
         say("the deadline %s has passed: no request is sent", stage.args.deadline)
         return
-    roles.check(stage.config, "generate")
-    client.run(answer(stage, work, deadline))
+    roles.require_ready(stage.config, "generate")
+    client.run_interruptible(answer(stage, work, deadline))
 
 
 async def answer(stage: Stage, work: Work, deadline: float | None) -> None:

@@ -18,7 +18,7 @@ log = logging.getLogger("drafter")
 
 def default_config() -> Path:
     """The config of a call that names none. Raises ConfigError where a loaded driver does not list its GPUs."""
-    found = gpu.read()
+    found = gpu.query_memory()
     if found.unknown and gpu.DRIVER.exists():
         raise ConfigError(
             f"{found.unknown}, so whether this machine has a GPU is unknown: name the config, "
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     signals.listen(*signals.wanted())
     pipeline: Pipeline | None = None
     try:
-        args = cli.read(argv)
+        args = cli.parse(argv)
         run_config = config.load(args.config or default_config(), args.overrides)
         if args.status:
             print("\n".join(status.lines(run_config)))
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run:
             from drafter.pipeline import dry_run  # needs torch
 
-            print("\n".join(dry_run.lines(run_config, pipeline.plans(pipeline.steps))))
+            print("\n".join(dry_run.lines(run_config, pipeline.dry_runs(pipeline.steps))))
             return 0
         if run_config.target.model == model_folder.DEFAULT_MODEL:
             default_model.ensure()
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads has seen enough
         return 1
     except Interrupted as stop:
-        log.info("%s: what is done is kept, %s", stop, errors.what_next(None))
+        log.info("%s: what is done is kept, %s", stop, errors.next_action(None))
         code = stop.exit_code
     except (StageError, OSError) as error:
         known = error if isinstance(error, StageError) else of_the_machine(error)

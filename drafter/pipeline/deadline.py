@@ -32,7 +32,7 @@ def resolve(run_config: config.Config, given: str | None, now: datetime) -> Dead
     """The deadline that `given` means for this run at `now` (local time). Raises ConfigError for what is no time."""
     if given is None:
         return None
-    noted = checked.read(run_config.run_dir / "pipeline.json", run_files.State).get("deadline")
+    noted = checked.read_or_empty(run_config.run_dir / "pipeline.json", run_files.State).get("deadline")
     if noted and noted["given"] == given:
         ended = ended_at(read_manifest(run_config.stage_dir("01b_synthetic")) or {}) == noted["at"]
         if ended or now.timestamp() < noted["at"] + CONTINUED_SECONDS:

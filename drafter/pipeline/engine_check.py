@@ -62,7 +62,7 @@ print(json.dumps([sys.executable, sorted(pair for pair in found if pair[0] in wa
 """
 
 
-def check(
+def findings(
     run_config: config.Config, keep: bool = False, started: Collection[config.Role] = get_args(config.Role)
 ) -> Iterator[str]:
     """Whether vLLM can draft for this kind of model and knows the flags of the roles that will be `started`.

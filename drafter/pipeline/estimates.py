@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass
 from drafter import config
 from drafter.errors import ConfigError
 from drafter.generate import sources
-from drafter.pipeline.rates import Profile, Range, Rates, exactly, in_flight
+from drafter.pipeline.rates import Profile, Range, Rates, in_flight
 
 TRIAL = "warm start's trial"
 ROW_BYTES_PER_TOKEN = 11  # a 01b row: ids as JSON and the text once
@@ -46,13 +46,13 @@ def estimate(run_config: config.Config, known: Rates, size: Sizes, conversations
 
     A stage taken from another run costs nothing.
     """
-    train, rows = run_config.train, rows_of(run_config, conversations)
+    train, rows = run_config.train, num_rows(run_config, conversations)
     written = known.answer_tokens * rows
     longest = run_config.target.max_seq_len
     read = Range(*(rows * min(tokens, longest) for tokens in astuple(known.row_tokens)))
     trained = read * ((1 - train.validation_share) * train.epochs)
     checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
-    start, none = known.start_seconds, exactly(0)
+    start, none = known.start_seconds, Range.point(0)
     trial = [Estimate(TRIAL, Range(10, 60, 300), start, 0, 0)] if known.trial else []
     parts = [
         *trial,
@@ -87,11 +87,11 @@ def _acceptance(run_config: config.Config, known: Rates) -> Estimate:
     """06: every prompt set in every cell for every drafter; the budget ends it, server starts included."""
     acceptance = run_config.acceptance
     budget, usual = acceptance.budget_minutes * 60, acceptance.cells[0].concurrency
-    work = exactly(0)
+    work = Range.point(0)
     for _, _, concurrency, _ in _measurements(run_config):
         for count in _prompt_counts(run_config):
-            work += exactly(count).over(in_flight(known.evaluate, min(concurrency, count) / usual))
-    starts = Range(*(min(each, budget) for each in astuple(known.start_seconds * launches(run_config))))
+            work += Range.point(count).over(in_flight(known.evaluate, min(concurrency, count) / usual))
+    starts = Range(*(min(each, budget) for each in astuple(known.start_seconds * num_server_starts(run_config))))
     within = (min(each, budget - start) for each, start in zip(astuple(work), astuple(starts), strict=True))
     return Estimate("06_acceptance", Range(*within), starts, 0, 0)
 
@@ -109,34 +109,34 @@ def _measurements(run_config: config.Config) -> set[tuple[str, int, int, float |
 def _prompt_counts(run_config: config.Config) -> list[int]:
     """Prompts of each set that 06 takes."""
     acceptance = run_config.acceptance
-    counts = [drawn(source) or acceptance.max_prompts for source in acceptance.prompts] or [acceptance.held_out]
+    counts = [num_drawn(source) or acceptance.max_prompts for source in acceptance.prompts] or [acceptance.held_out]
     return [min(count, acceptance.max_prompts) for count in counts]
 
 
-def launches(run_config: config.Config) -> int:
+def num_server_starts(run_config: config.Config) -> int:
     """Server starts of 06: one for each drafter and draft length."""
     return len({(drafter, tokens) for drafter, tokens, _, _ in _measurements(run_config)})
 
 
-def whole(estimates: list[Estimate]) -> Range:
+def total_seconds(estimates: list[Estimate]) -> Range:
     """Seconds of all stages, server starts included."""
-    return sum((each.seconds + each.start_seconds for each in estimates), exactly(0))
+    return sum((each.seconds + each.start_seconds for each in estimates), Range.point(0))
 
 
-def disk(estimates: list[Estimate]) -> float:
+def total_bytes(estimates: list[Estimate]) -> float:
     return sum(each.bytes for each in estimates)
 
 
-def held_out(run_config: config.Config) -> int:
+def num_held_out(run_config: config.Config) -> int:
     """Conversations of the run's own sources that are kept for 06: they are no rows."""
     return 0 if run_config.acceptance.prompts else run_config.acceptance.held_out
 
 
-def rows_of(run_config: config.Config, conversations: int) -> int:
-    return max(0, conversations - held_out(run_config))
+def num_rows(run_config: config.Config, conversations: int) -> int:
+    return max(0, conversations - num_held_out(run_config))
 
 
-def drawn(source: config.Source) -> int | None:
+def num_drawn(source: config.Source) -> int | None:
     """Conversations drawn from a source: as many as asked for, at most what it holds. None when it is open-ended."""
     known = [count for count in (source.count, sources.count(source)) if count is not None]
     return min(known, default=None)
@@ -144,7 +144,7 @@ def drawn(source: config.Source) -> int | None:
 
 def conversations_asked(run_config: config.Config) -> int | None:
     """Conversations that the configured sources give. None when one is open-ended."""
-    counts = [drawn(source) for source in run_config.prompts]
+    counts = [num_drawn(source) for source in run_config.prompts]
     return None if None in counts else sum(counts)
 
 

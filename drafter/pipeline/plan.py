@@ -22,12 +22,12 @@ from drafter.pipeline.estimates import (
     Sizes,
     conversations_asked,
     conversations_held,
-    disk,
     estimate,
-    held_out,
-    rows_of,
+    num_held_out,
+    num_rows,
     sizes,
-    whole,
+    total_bytes,
+    total_seconds,
 )
 from drafter.pipeline.rates import (
     OF_PROFILE,
@@ -62,7 +62,7 @@ def prompt_faults(run_config: config.Config) -> Iterator[str]:
             what = "does not exist" if held is None else "holds no conversation"
             yield f"prompts {source.name}: {source.path} {what}"
     asked = conversations_asked(run_config)
-    if asked and not rows_of(run_config, asked):
+    if asked and not num_rows(run_config, asked):
         yield f"acceptance.held_out takes all {asked:,} conversations; lower it or add prompts"
 
 
@@ -93,10 +93,10 @@ def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds
                 extract = run_config.extract.model_copy(update={"dtype": dtype})
                 tried = run_config.model_copy(update={"target": target, "extract": extract})
                 parts = estimate(tried, known, sizes(tried, platform), count)
-                if disk(parts) <= free and (seconds is None or whole(parts).typical <= seconds):
+                if total_bytes(parts) <= free and (seconds is None or total_seconds(parts).typical <= seconds):
                     return (
-                        f"{count:,} conversations, max_seq_len {length}, {dtype}: {duration(whole(parts))}, "
-                        f"{size(disk(parts))}"
+                        f"{count:,} conversations, max_seq_len {length}, {dtype}: {duration(total_seconds(parts))}, "
+                        f"{size(total_bytes(parts))}"
                     )
     return f"not even {min(counts):,} conversations: free some disk (python -m drafter.disk du) or give it more time"
 
@@ -154,11 +154,11 @@ def page(
     known = measured_or(run_config, platform)
     count = sizes(run_config, platform)
     asked = conversations_asked(run_config) or COUNTS[1]
-    rows = rows_of(run_config, asked)
+    rows = num_rows(run_config, asked)
     answered = min(rows, answered_by(deadline, now, known)) if deadline else rows
     taken = asked - rows + answered
     parts = estimate(run_config, known, count, taken)
-    total = whole(parts)
+    total = total_seconds(parts)
     body = [
         [
             part.stage,
@@ -169,7 +169,7 @@ def page(
         ]
         for part in parts
     ]
-    body.append(["whole run", duration(total), "included", "", size(disk(parts))])
+    body.append(["whole run", duration(total), "included", "", size(total_bytes(parts))])
     lines = [
         *_of_another_machine(run_config, platform),
         f"{run_config.run.name}: {answered:,} rows on {platform.title}"
@@ -223,7 +223,7 @@ def _of_a_deadline(
     if answered < rows:
         return [f"deadline {deadline:%a %H:%M}: 01b stops there with about {answered:,} of {rows:,} rows"]
     until = [part.stage for part in parts].index("01b_synthetic") + 1
-    done = clock(now, whole(parts[:until]).typical)
+    done = clock(now, total_seconds(parts[:until]).typical)
     return [f"deadline {deadline:%a %H:%M}: 01b has all {rows:,} rows before it, at about {done}"]
 
 
@@ -260,7 +260,7 @@ def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now:
     rows = []
     for number in sorted({*COUNTS, conversations_asked(run_config) or COUNTS[1]}):
         parts = estimate(run_config, known, count, number)
-        total, needed = whole(parts), disk(parts)
+        total, needed = total_seconds(parts), total_bytes(parts)
         lacks = [f"{number - held:,} more prompts"] if held is not None and number > held else []
         lacks += [f"{size(needed - free)} of disk"] if needed > free else []
         verdict = [f"lacks {' and '.join(lacks)}" if lacks else "fits"]
@@ -320,7 +320,7 @@ def to_record(run_config: config.Config, limit: int | None = None) -> dict:
     known = measured_or(run_config, platform)
     count = conversations_asked(run_config) or COUNTS[1]
     if limit is not None:
-        count = min(count, limit + held_out(run_config))
+        count = min(count, limit + num_held_out(run_config))
     return {
         part.stage: {
             "conversations": count,

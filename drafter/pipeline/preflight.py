@@ -49,7 +49,7 @@ def findings(
         stopped = next((name for name in stages if name in needed_by), None)
         if stopped:
             given = {"started": started} if check in OF_ROLES else {}
-            if check is engine_check.check:
+            if check is engine_check.findings:
                 given["keep"] = keep
             try:
                 for line in check(run_config, **given):
@@ -69,7 +69,7 @@ def roles_started(run_config: config.Config, stages: Collection[config.StageName
         and run_config.train.warm_start
     ):
         try:
-            tested = smoke_record.key(run_config) in smoke_record.read(run_config)
+            tested = smoke_record.key(run_config) in smoke_record.read_all(run_config)
         except (StageError, OSError):  # `reference` or `target` names what is missing
             tested = False
         if not tested:
@@ -133,7 +133,7 @@ def sources(run_config: config.Config) -> Iterator[str]:
     least, asked = run_config.generate.min_rows, estimates.conversations_asked(run_config)
     if asked is None or any(source.turns == "all" for source in run_config.prompts):
         return  # nobody knows how many rows that gives
-    if least > (rows := estimates.rows_of(run_config, asked)):
+    if least > (rows := estimates.num_rows(run_config, asked)):
         yield f"generate.min_rows: {least:,} is more than the {rows:,} rows that prompts give"
 
 
@@ -205,7 +205,7 @@ def memory_limit() -> int:
 
 def shared_memory(run_config: config.Config, started: Collection[config.Role] = ROLES) -> Iterator[str]:
     """A server of several processes, as every one on the CPU is, passes messages through /dev/shm."""
-    found = gpu.read()
+    found = gpu.query_memory()
     on_cpu = not found.gpus and not found.unknown
     for role in started:
         own = getattr(run_config.servers, role)
@@ -258,7 +258,7 @@ def units(run_config: config.Config) -> Iterator[str]:
 
 
 def folders(run_config: config.Config) -> Iterator[str]:
-    if absent := sharing.missing(run_config.run.dir):
+    if absent := sharing.missing_folder(run_config.run.dir):
         yield f"run.dir: {absent} does not exist; make it, or mount what belongs there"
         return
     folder = run_config.run_dir
@@ -280,7 +280,7 @@ def budget(run_config: config.Config) -> Iterator[str]:
     """Each server start of 06 has an equal share of the budget, in which it must also measure."""
     _ = run_config.target.architecture  # without it, how long a start takes is anybody's guess
     known = rates.measured_or(run_config, rates.profile(rates.default_profile(run_config)))
-    minutes, starts = run_config.acceptance.budget_minutes, estimates.launches(run_config)
+    minutes, starts = run_config.acceptance.budget_minutes, estimates.num_server_starts(run_config)
     if minutes <= starts * (start := known.start_seconds.typical / 60):
         yield f"acceptance.budget_minutes: {minutes:g} are not enough for {starts} server starts of about {start:.1f}"
 
@@ -291,12 +291,12 @@ def space(run_config: config.Config) -> Iterator[str]:
     platform = rates.profile(rates.default_profile(run_config))
     known = rates.measured_or(run_config, platform)
     asked = estimates.conversations_asked(run_config)
-    if asked is None or sharing.missing(run_config.run.dir):
+    if asked is None or sharing.missing_folder(run_config.run.dir):
         return
     parts = estimates.estimate(run_config, known, estimates.sizes(run_config, platform), asked)
-    free, needed = plan.disk_left(run_config), estimates.disk(parts)
+    free, needed = plan.disk_left(run_config), estimates.total_bytes(parts)
     if needed > free:
-        rows = estimates.rows_of(run_config, asked)
+        rows = estimates.num_rows(run_config, asked)
         yield (
             f"{rows:,} rows need about {size(needed)} and {size(free)} are free beside the reserve; "
             f"what fits: {plan.proposal(run_config, known, platform, None)}"
@@ -304,7 +304,7 @@ def space(run_config: config.Config) -> Iterator[str]:
 
 
 def gpus(run_config: config.Config, started: Collection[config.Role] = ROLES) -> Iterator[str]:
-    found = gpu.read()
+    found = gpu.query_memory()
     named = {number for role in started for number in getattr(run_config.servers, role).gpus}
     if named and found.unknown and not found.lasting:
         numbers = ", ".join(map(str, sorted(named)))
@@ -317,12 +317,12 @@ def gpus(run_config: config.Config, started: Collection[config.Role] = ROLES) ->
 
 
 def ranks(run_config: config.Config) -> Iterator[str]:
-    present, asked = gpu.read().gpus, run_config.train.processes
+    present, asked = gpu.query_memory().gpus, run_config.train.processes
     if present and asked > len(present):
         yield f"train.processes: {asked} ranks, and this machine has {len(present)} GPUs"
 
 
-OF_ROLES = (ports, servers, cache, shared_memory, gpus, engine_check.check)  # take the roles that will be started
+OF_ROLES = (ports, servers, cache, shared_memory, gpus, engine_check.findings)  # take the roles that will be started
 SERVED = ("01b_synthetic", "02_hidden_states", "06_acceptance")
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (config.STAGES, folders),
@@ -333,7 +333,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("04_train", "05_export", "06_acceptance"), reference),
     (SERVED, units),
     (("02_hidden_states",), sharing.shared_folder),
-    (("02_hidden_states",), unit_layers.check),
+    (("02_hidden_states",), unit_layers.findings),
     ((*SERVED, "04_train"), ports),
     ((*SERVED, "04_train"), servers),
     (("02_hidden_states",), memory),
@@ -345,12 +345,12 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("06_acceptance",), versions),
     (("06_acceptance",), drafting),
     (("06_acceptance",), budget),
-    (("06_acceptance",), engine_check.check),
+    (("06_acceptance",), engine_check.findings),
     (("02_hidden_states",), space),
 )
 
 
-def check(run_config: config.Config, stages: Iterable[config.StageName]) -> None:
+def refuse_findings(run_config: config.Config, stages: Iterable[config.StageName]) -> None:
     """Before a real run. Raises ConfigError with every finding."""
     if found := missing_inputs(run_config, list(stages)) or findings(run_config, stages, keep=True):
         raise ConfigError("before anything is started: " + "; ".join(found))

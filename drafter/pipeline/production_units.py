@@ -23,7 +23,7 @@ class Machine:
             role: getattr(run_config.servers, role) for role in get_args(config.Role)
         }
         self.production: set[str] = set()
-        self.borrowed = False  # by an earlier call, which was killed, or could not give something back
+        self.restore_owed = False  # by an earlier call, which was killed, or could not give something back
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -33,14 +33,14 @@ class Machine:
                 held.enter_context(locks.claimed(unit, f"the run in {self.config.run_dir}"))
             yield
 
-    def remember(self) -> None:
+    def snapshot(self) -> None:
         """From here on, the units that are active now are to be so afterwards."""
-        if self.borrowed:  # what is active now may be what that call started
+        if self.restore_owed:  # what is active now may be what that call started
             return
         systemd_roles = [role for role, own in self.roles.items() if own.kind == "systemd"]
         self.production |= {self.roles[role].unit for role in systemd_roles if roles.alive(self.config, role)}
 
-    def only(self, wanted: config.Role | None) -> None:
+    def bring_up_only(self, wanted: config.Role | None) -> None:
         """The wanted role up, every other one that holds the machine down."""
         keep = self.roles[wanted].unit if wanted else None
         others = [role for role, own in self.roles.items() if role != wanted and not (keep and own.unit == keep)]
@@ -50,7 +50,7 @@ class Machine:
         if wanted:
             roles.up(self.config, wanted)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Every server of ours down, every production unit starting again. What fails is logged, and stays owed.
 
         No signal interrupts this, so its waits are short: at most RESTORE_SECONDS for each server to end, and as

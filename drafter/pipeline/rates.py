@@ -24,6 +24,10 @@ class Range:
     typical: float
     high: float
 
+    @classmethod
+    def point(cls, value: float) -> "Range":
+        return cls(value, value, value)
+
     def __add__(self, other: "Range") -> "Range":
         return Range(self.low + other.low, self.typical + other.typical, self.high + other.high)
 
@@ -33,10 +37,6 @@ class Range:
     def over(self, rate: "Range") -> "Range":
         """Time for this much at that rate: low at the high rate."""
         return Range(self.low / rate.high, self.typical / rate.typical, self.high / rate.low)
-
-
-def exactly(value: float) -> Range:
-    return Range(value, value, value)
 
 
 EXPORT_SECONDS = Range(3, 7, 20)  # imports, and the logits of two rows
@@ -111,9 +111,9 @@ def of_profile(run_config: config.Config, platform: Profile) -> Rates:
         extract=platform.extract_tokens_per_s,
         train=platform.train_tokens_per_s,
         answer_tokens=answer,
-        row_tokens=answer + exactly(platform.prompt_tokens),
+        row_tokens=answer + Range.point(platform.prompt_tokens),
         evaluate=_evaluate(run_config, platform, platform.generate_tokens_per_s),
-        export=EXPORT_SECONDS + exactly(platform.model["drafter_parameters"] * 6).over(EXPORT_BYTES_PER_S),
+        export=EXPORT_SECONDS + Range.point(platform.model["drafter_parameters"] * 6).over(EXPORT_BYTES_PER_S),
         sources=dict.fromkeys(OF_PROFILE, f"profile {platform.title}")
         | {"evaluate": "counted from generate", "export": "counted from the drafter's size"},
     )
@@ -195,7 +195,7 @@ def _prompts_per_second(run_config: config.Config, made: dict) -> float:
     acceptance = run_config.acceptance
     if made["config"]["acceptance"]["max_tokens"] != acceptance.max_tokens:
         return 0
-    report = checked.read(made["folder"] / "acceptance.json", run_files.Loads)
+    report = checked.read_or_empty(made["folder"] / "acceptance.json", run_files.Loads)
     like = [each for each in report["measurements"] if each["concurrency"] == acceptance.cells[0].concurrency]
     return sum(each["prompts"] for each in like) / sum(each["seconds"] for each in like)
 

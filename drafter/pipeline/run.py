@@ -18,7 +18,7 @@ from drafter.errors import ConfigError, Interrupted, StageError
 from drafter.pipeline import deadline, events, other_rows, plan, supervise
 from drafter.pipeline.production_units import Machine, only_logged
 from drafter.pipeline.report import page as report
-from drafter.pipeline.run_state import Found
+from drafter.pipeline.run_state import RunState
 from drafter.pipeline.steps import STEPS, Step
 from drafter.stage import Stage, read_manifest, read_taken
 
@@ -58,12 +58,14 @@ class Pipeline:
             first, done = self._checked() if is_new else (None, ())
             held.enter_context(run_locks.pipeline(self.config))
             self._remember()
-            if not is_new and not self.machine.borrowed:  # what a killed call owes is given back even when refused
+            if (
+                not is_new and not self.machine.restore_owed
+            ):  # what a killed call owes is given back even when refused
                 first, done = self._checked()
             held.enter_context(self._machine_given_back())
             worked = False
             for step in self.steps:
-                signals.check()
+                signals.raise_if_received()
                 if step in done or (step is not first and not self.pending(step)):
                     log.info("%s: nothing to do", step.stage)
                     self._note(step, status="complete")
@@ -101,7 +103,7 @@ class Pipeline:
     def _preflight(self) -> None:
         from drafter.pipeline import preflight  # needs torch, which a finished run does without
 
-        preflight.check(self.config, self._unfinished(self.steps))
+        preflight.refuse_findings(self.config, self._unfinished(self.steps))
 
     def _unfinished(self, steps: tuple[Step, ...]) -> list[config.StageName]:
         """Their stages that are not complete yet, as manifests say."""
@@ -123,17 +125,17 @@ class Pipeline:
         if read_taken(self.config, step.stage):
             return 0
         Stage(step.stage, self.config, None).refuse_another_question()  # also of what is finished
-        planned = self.plan(step)
+        planned = self.dry_run(step)
         if refused := planned.get("refused"):
             raise ConfigError(refused)
         if planned.get("stale") and not planned["pending"]:
             self.offline.add(step.stage)
         return planned["pending"] or len(self._unfinished((step,))) or int("stale" in planned)
 
-    def plan(self, step: Step, *verbs: str) -> dict:
-        return self.plans((step,), *verbs)[0]
+    def dry_run(self, step: Step, *verbs: str) -> dict:
+        return self.dry_runs((step,), *verbs)[0]
 
-    def plans(self, steps: tuple[Step, ...], *verbs: str) -> list[dict]:
+    def dry_runs(self, steps: tuple[Step, ...], *verbs: str) -> list[dict]:
         """What the steps say of themselves, offline; asked side by side, since most of each is imports."""
         lines = [[*self._command(step), *verbs, "--dry-run"] for step in steps]
         answers = process.run_all(lines, env=os.environ | process.import_path() | process.parent_here())
@@ -164,9 +166,9 @@ class Pipeline:
         asked = (
             self.config.acceptance.smoke and self.config.train.warm_start and {"04", "05", "06"} <= by_number.keys()
         )
-        if not asked or not self.plan(by_number["05"], "--smoke")["pending"]:
+        if not asked or not self.dry_run(by_number["05"], "--smoke")["pending"]:
             return 0
-        self.machine.only(None)
+        self.machine.bring_up_only(None)
         code, summary = self._watch(by_number["05"], "--smoke")
         self.state["smoke"] = summary.get("smoke")
         if code:
@@ -184,7 +186,7 @@ class Pipeline:
         self._note(step, status="running", started=started, seconds=before, exit_code=None)
         try:
             if step.machine:
-                self.machine.only(self._role(step))
+                self.machine.bring_up_only(self._role(step))
             code, summary = self._watch(step)
         except Interrupted:
             with only_logged("pipeline.json"):  # a full disk is no reason to forget why this ends
@@ -196,7 +198,7 @@ class Pipeline:
         note("failed" if code else "complete", exit_code=code)
         self._report()
         if code:
-            log.info("%s failed with exit code %d; %s", step.stage, code, errors.what_next(code))
+            log.info("%s failed with exit code %d; %s", step.stage, code, errors.next_action(code))
             self._finish("failed", summary.get("error"))
         else:
             events.report(self.config, "stage_end", step.stage)
@@ -232,7 +234,7 @@ class Pipeline:
     def _watch(self, step: Step, *verbs: str) -> tuple[int, dict]:
         """Run a step beside its server; its exit code and summary."""
         log_file = self.config.run_dir / "logs" / f"{step.stage}.log"
-        return supervise.run(self.config, self._role(step), [*self._launch(step), *verbs], log_file)
+        return supervise.run_step(self.config, self._role(step), [*self._launch(step), *verbs], log_file)
 
     # The machine
 
@@ -241,7 +243,7 @@ class Pipeline:
         """Afterwards every server of ours is down, and every unit that was active before is active again."""
         try:
             self._expect()
-            self.machine.remember()
+            self.machine.snapshot()
             self._save()
             self.begun = True
             yield
@@ -253,7 +255,7 @@ class Pipeline:
             raise
         finally:
             signals.mute()
-            self.machine.give_back()
+            self.machine.restore()
             self._save()
 
     def _expect(self) -> None:
@@ -261,7 +263,7 @@ class Pipeline:
 
         A stage that has begun keeps its plan, unless more is asked of it now than that was for.
         """
-        found, planned = Found(self.config), plan.to_record(self.config, self.limit)
+        found, planned = RunState(self.config), plan.to_record(self.config, self.limit)
         for name in filter(found.manifest, config.STAGES):
             before, asked = found.plan.get(name, {"conversations": 0}), planned[name]["conversations"]
             if before.get("conversations", asked) >= asked:
@@ -275,17 +277,17 @@ class Pipeline:
 
         Of a run that this is a copy of, the units are its own affair.
         """
-        found = Found(self.config)
+        found = RunState(self.config)
         if not found.state:
             return
         self._earlier = {key: found.state[key] for key in ("status", "stage", "error") if key in found.state}
-        if found.state.get("home") == files.home(self.config.run_dir):
-            killed = found.state["status"] == "running" and found.state.get("boot") == process.boot()
+        if found.state.get("home") == files.inode_id(self.config.run_dir):
+            killed = found.state["status"] == "running" and found.state.get("boot") == process.boot_id()
             self.machine.production = set(found.state.get("production", []))
-            self.machine.borrowed = killed or bool(self.machine.production)
+            self.machine.restore_owed = killed or bool(self.machine.production)
         if "deadline" in found.state:
             self.state["deadline"] = found.state["deadline"]
-        self.state["stages"] = {name: seen for name in config.STAGES if (seen := found.seen(name))}
+        self.state["stages"] = {name: seen for name in config.STAGES if (seen := found.pipeline_record(name))}
         for name, seen in self.state["stages"].items():
             if seen.get("status") == "running":  # a call that was killed
                 seen |= {"status": "interrupted", "seconds": round(found.seconds(name), 1)}
@@ -323,7 +325,7 @@ class Pipeline:
             self.state["deadline"] = self.deadline._asdict()
         self.state |= process.identity(os.getpid()) | {
             "production": sorted(self.machine.production),
-            "home": files.home(self.config.run_dir),
+            "home": files.inode_id(self.config.run_dir),
             "updated": time.time(),
         }
         files.write_json(state_path(self.config), self.state)

@@ -25,13 +25,13 @@ class Trouble(NamedTuple):
     reason: str
 
 
-class Found:
+class RunState:
     """Everything a run has left behind so far."""
 
     def __init__(self, run_config: config.Config):
         self.config = run_config
-        self.state = checked.read(run_config.run_dir / "pipeline.json", run_files.State)
-        self.plan = checked.read(run_config.run_dir / "plan.json", run_files.Plan)
+        self.state = checked.read_or_empty(run_config.run_dir / "pipeline.json", run_files.State)
+        self.plan = checked.read_or_empty(run_config.run_dir / "plan.json", run_files.Plan)
         self.manifests = {}
         for name in config.STAGES:
             try:
@@ -40,10 +40,10 @@ class Found:
                 self.manifests[name] = {"stage": name, "status": "unreadable"}
         self.taken = self._taken()
         self.freed = disk.freed(run_config.run_dir)
-        self.acceptance = checked.read(
+        self.acceptance = checked.read_or_empty(
             run_config.stage_dir("06_acceptance") / "acceptance.json", run_files.Acceptance
         )
-        self.metrics = checked.records(run_config.stage_dir("04_train") / "metrics.jsonl", run_files.Metric)
+        self.metrics = checked.records_or_empty(run_config.stage_dir("04_train") / "metrics.jsonl", run_files.Metric)
 
     def _taken(self) -> dict[str, Path]:
         """Folders of stages taken from other runs: by this config, or by one that a stage was made with."""
@@ -57,24 +57,24 @@ class Found:
     def manifest(self, name: str) -> dict:
         return self.manifests[name] or {}
 
-    def seen(self, name: str) -> dict:
+    def pipeline_record(self, name: str) -> dict:
         """What the pipeline noted of a stage; nothing of a finished one whose folder was removed since."""
         noted = self.state.get("stages", {}).get(name, {})
         return {} if noted.get("status") == "complete" and not self.manifests[name] else noted
 
     def progressed(self, name: str) -> list[dict]:
         """How far a stage was and when, of all its calls."""
-        return checked.records(self.config.stage_dir(name) / progress.RECORDS, run_files.Progressed)
+        return checked.records_or_empty(self.config.stage_dir(name) / progress.RECORDS, run_files.Progressed)
 
     def log(self, name: str) -> str:
         """A stage's talk, of all its calls by the pipeline."""
         path = self._log(name)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def said(self, name: str) -> str:
+    def latest_log(self, name: str) -> str:
         """The talk of a stage's latest call alone: of one by hand nobody keeps it, and a server may start before."""
         path = self._log(name)
-        began = max(seconds_of(self.manifest(name).get("started")), self.seen(name).get("started", 0))
+        began = max(seconds_of(self.manifest(name).get("started")), self.pipeline_record(name).get("started", 0))
         if not path.exists() or path.stat().st_mtime < began:
             return ""
         return BEGIN.split(self.log(name))[-1]
@@ -84,18 +84,18 @@ class Found:
 
     def alive(self) -> bool:
         """Whether the pipeline is at work on the run; of a copied run, it is at work on the original."""
-        return process.lives(self.state) and self.state.get("home") == files.home(self.config.run_dir)
+        return process.lives(self.state) and self.state.get("home") == files.inode_id(self.config.run_dir)
 
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether this run has done anything; what it takes from another is not its own."""
-        stages = (self.stands(name) not in ("not begun", "taken") for name in config.STAGES)
+        stages = (self.status(name) not in ("not begun", "taken") for name in config.STAGES)
         return self.config.run_dir.exists() and (bool(self.state) or any(stages))
 
-    def stands(self, name: str) -> str:
+    def status(self, name: str) -> str:
         """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
         if name in self.taken:
             return "taken"
-        seen, manifest = self.seen(name), self.manifest(name)
+        seen, manifest = self.pipeline_record(name), self.manifest(name)
         if self.alive() and self.state.get("stage") == name and seen.get("status") == "running":
             return "running"
         if not manifest and name in self.freed:
@@ -114,7 +114,7 @@ class Found:
 
     def _is_outdated(self, name: str) -> bool:
         """Whether a stage before this one was finished after this one failed: the failure may be repaired."""
-        failed = max(self.seen(name).get("ended", 0), seconds_of(self.manifest(name).get("updated")))
+        failed = max(self.pipeline_record(name).get("ended", 0), seconds_of(self.manifest(name).get("updated")))
         before = config.STAGES[: config.STAGES.index(name)]
         finished = [
             self.manifest(each) for each in before if self.manifest(each).get("status") in ("complete", "partial")
@@ -128,13 +128,13 @@ class Found:
             if self.alive():
                 return None
             how = "interrupted"
-        repaired = at and (self.stands(at) == "complete" or (how == "failed" and self._is_outdated(at)))
+        repaired = at and (self.status(at) == "complete" or (how == "failed" and self._is_outdated(at)))
         if how in ("failed", "interrupted") and not repaired:
             killed = "the pipeline was killed, or the machine restarted"
             reason = "see the log of the stage" if how == self.state["status"] else killed
             return Trouble(how, at, self.state.get("error") or reason)
         for name, manifest in self.manifests.items():
-            if manifest and manifest.get("error") and self.stands(name) != "running" and not self._is_outdated(name):
+            if manifest and manifest.get("error") and self.status(name) != "running" and not self._is_outdated(name):
                 return Trouble(manifest["status"], name, manifest["error"])
         return None
 
@@ -169,7 +169,7 @@ class Found:
         """
         if name in self.taken:
             return 0
-        seen = self.seen(name)
+        seen = self.pipeline_record(name)
         spent = seen.get("seconds", 0)
         if seen.get("status") == "running" and "started" in seen:
             log = self._log(name)
@@ -183,11 +183,11 @@ class Found:
             own += now - (seconds_of(manifest.get("updated")) or now)
         return max(spent, own)
 
-    def began(self, name: str) -> float:
+    def started_at(self, name: str) -> float:
         """When a stage's call that is at work began, with its server's start where the pipeline runs it; else 0."""
-        if self.stands(name) != "running":
+        if self.status(name) != "running":
             return 0
-        seen = self.seen(name)
+        seen = self.pipeline_record(name)
         ours = self.alive() and seen.get("status") == "running"
         return seen.get("started", 0) if ours else seconds_of(self.manifest(name).get("started"))
 
@@ -203,7 +203,7 @@ class Found:
 def seconds_of(moment: str | None) -> float:
     """A manifest's time as a timestamp; 0 where there is none."""
     try:
-        return checked.check(run_files.Moment, datetime.fromisoformat(moment).timestamp())
+        return checked.validate(run_files.Moment, datetime.fromisoformat(moment).timestamp())
     except (TypeError, ValueError, OverflowError, StageError):
         return 0
 
@@ -212,4 +212,4 @@ def _at_work(record: dict) -> str:
     """Of a stage that has begun and not ended; another host's processes are not seen from here."""
     if process.lives(record):
         return "running"
-    return "interrupted" if record.get("boot") == process.boot() else "begun"
+    return "interrupted" if record.get("boot") == process.boot_id() else "begun"

@@ -18,9 +18,9 @@ ACL_OWNER, ACL_GROUP, ACL_MASK, ACL_OTHER = 0x01, 0x04, 0x10, 0x20
 def shared_folder(run_config: config.Config) -> Iterator[str]:
     """Where the extract unit's user is to write, and that this user may rename and delete what that one writes."""
     own, states = run_config.servers.extract, run_config.stage_dir("02_hidden_states")
-    if own.kind != "systemd" or missing(run_config.run.dir):
+    if own.kind != "systemd" or missing_folder(run_config.run.dir):
         return
-    if own.link and (absent := missing(own.link)):
+    if own.link and (absent := missing_folder(own.link)):
         if absent != run_config.run.dir:  # else it is made before
             yield f"servers.extract.link: {absent} does not exist"
     elif own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
@@ -89,7 +89,7 @@ def _grants(need: int, mode: int, owner: bool, group: bool) -> bool:
     return bits & need == need
 
 
-def missing(path: Path) -> Path | None:
+def missing_folder(path: Path) -> Path | None:
     """What would have to be made first for a folder or file to be made there."""
     absent = [above for above in path.absolute().parents if not above.exists()]
     return absent[-1] if absent else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from drafter import config, files, stage
-from drafter.pipeline.run_state import Found
+from drafter.pipeline.run_state import RunState
 from drafter.serve import gpu
 
 TAIL = 3  # lines of the current stage's log
@@ -16,9 +16,9 @@ TAIL = 3  # lines of the current stage's log
 
 def lines(run_config: config.Config) -> Iterator[str]:
     """The page, line by line."""
-    found = Found(run_config)
-    state, standing = found.state, {name: found.stands(name) for name in config.STAGES}
-    if not found.begun():
+    found = RunState(run_config)
+    state, standing = found.state, {name: found.status(name) for name in config.STAGES}
+    if not found.has_begun():
         yield f"run {run_config.run.name} has not begun ({run_config.run_dir})"
         return
     alive, trouble = found.alive(), found.trouble()
@@ -39,10 +39,10 @@ def lines(run_config: config.Config) -> Iterator[str]:
     if trouble:
         yield f"  last error: {trouble.reason}"
     if state.get("stage"):
-        for line in found.said(state["stage"]).splitlines()[-TAIL:]:
+        for line in found.latest_log(state["stage"]).splitlines()[-TAIL:]:
             yield f"  | {line}"
     yield f"  disk: {files.size(files.free_bytes(run_config.run_dir))} free"
-    memory = gpu.read()
+    memory = gpu.query_memory()
     if memory.unknown:
         yield f"  GPU memory: unknown ({memory.unknown})"
     for index in sorted(memory.gpus):
@@ -51,7 +51,7 @@ def lines(run_config: config.Config) -> Iterator[str]:
         )
 
 
-def _whole(found: Found, standing: dict[str, str]) -> str:
+def _whole(found: RunState, standing: dict[str, str]) -> str:
     """How the run stands: as the pipeline says, as long as nobody went on by hand."""
     if set(standing.values()) <= {"complete", "taken", "freed"}:
         return "complete"
@@ -63,9 +63,9 @@ def _whole(found: Found, standing: dict[str, str]) -> str:
     return "by hand" if "running" in standing.values() else "not complete"
 
 
-def _time(found: Found, name: str) -> str:
+def _time(found: RunState, name: str) -> str:
     """Minutes of all calls, and of a call that is at work its own and its beginning."""
-    minutes, began = found.minutes(name) or 0, found.began(name)
+    minutes, began = found.minutes(name) or 0, found.started_at(name)
     parts = [f"{minutes:.1f} min"] if minutes else []
     if began:
         own = (time.time() - began) / 60
@@ -74,13 +74,13 @@ def _time(found: Found, name: str) -> str:
     return ", ".join(parts)
 
 
-def _left(found: Found) -> float:
+def _left(found: RunState) -> float:
     """Seconds of the plan that are left, as far as there is one; of a stage that is late, as late as planned."""
     if not found.alive() or found.state["status"] != "running":
         return 0
     left = 0.0
     for name in found.state.get("asked", config.STAGES):
-        if name in found.plan and found.seen(name).get("status") != "complete":
+        if name in found.plan and found.pipeline_record(name).get("status") != "complete":
             passed = found.seconds(name)
             planned = found.plan[name]["seconds"]
             left += planned["typical"] - passed

@@ -26,7 +26,9 @@ SAVE_SECONDS = 120  # a stage that was asked to stop has this long to save
 LOOK_SECONDS = {"command": 0.5, "systemd": 5}  # between two looks at a server; sudo logs each one
 
 
-def run(run_config: config.Config, role: config.Role | None, line: list[str], log_file: Path) -> tuple[int, dict]:
+def run_step(
+    run_config: config.Config, role: config.Role | None, line: list[str], log_file: Path
+) -> tuple[int, dict]:
     """Run a stage's command to its end, again after an outage that outlasted its patience.
 
     Its exit code, and the summary it printed. Raises ResumableError when its server was repaired too often, and
@@ -38,12 +40,12 @@ def run(run_config: config.Config, role: config.Role | None, line: list[str], lo
     try:
         while True:
             code, summary = _watch(line, log_file, keeper)
-            if code != ResumableError.exit_code or not keeper or not (reason := roles.missing(run_config, role)):
+            if code != ResumableError.exit_code or not keeper or not (reason := roles.why_unready(run_config, role)):
                 return code, summary
             keeper.repair(Unready(reason.cause, f"is unhealthy ({reason})"))
     finally:
         if keeper:
-            keeper.pulse.stop()
+            keeper.health.stop()
 
 
 class Keeper:
@@ -55,7 +57,7 @@ class Keeper:
         self.repairs = 0
         self.looked = time.monotonic()
         self.last_output = 0.0  # when the stage last wrote a line
-        self.pulse = Pulse(run_config, role, lambda: self.last_output)
+        self.health = HealthThread(run_config, role, lambda: self.last_output)
 
     def hear(self) -> None:
         """The stage wrote a line."""
@@ -70,15 +72,15 @@ class Keeper:
                     return Unready(Cause.NOT_RUNNING, "died")
             except StageError as error:  # systemctl failed, which does not mean that the server is down
                 log.info("server %s: %s", self.role, error)
-        sick = self.pulse.sick
-        return Unready(sick.cause, f"is unhealthy ({sick})") if sick else None
+        unhealthy = self.health.unhealthy
+        return Unready(unhealthy.cause, f"is unhealthy ({unhealthy})") if unhealthy else None
 
     def repair(self, trouble: Unready, stage: subprocess.Popen | None = None) -> None:
         """Restart the server, again when it dies while starting, until it is ready or the stage has ended.
 
         Raises ResumableError once that happened too often.
         """
-        self.pulse.stop()
+        self.health.stop()
         while True:
             self.repairs += 1
             name, allowed = self.role, self.settings.restarts
@@ -91,31 +93,31 @@ class Keeper:
                 break
             except ResumableError as error:
                 trouble = Unready(Cause.UNKNOWN, f"did not come back ({error})")
-        self.pulse = Pulse(self.config, name, lambda: self.last_output)
+        self.health = HealthThread(self.config, name, lambda: self.last_output)
 
 
-class Pulse:
+class HealthThread:
     """Asks the engine for a completion now and then, in a thread: an API can be healthy over one that hangs.
 
-    A busy server may let it wait in its queue, so it is `sick` only when the stage writes no line either; one
+    A busy server may let it wait in its queue, so it is `unhealthy` only when the stage writes no line either; one
     that does not even accept a request may be starting again by itself, and has `start_minutes`.
     """
 
     def __init__(self, run_config: config.Config, role: config.Role, last_output: Callable[[], float]):
         self.config, self.role, self.last_output = run_config, role, last_output
         self.settings: config.Server = getattr(run_config.servers, role)
-        self.sick: Unready | None = None
+        self.unhealthy: Unready | None = None
         self._over = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def stop(self) -> None:
         self._over.set()
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         patience, well = self.settings.hang_minutes * 60, time.time()
         while not self._over.wait(patience / 10):
             try:
-                reason = roles.missing(self.config, self.role, patience)
+                reason = roles.why_unready(self.config, self.role, patience)
             except Exception as error:  # this thread must not end before it was told to: then no hang is noticed
                 log.info("server %s: its health check failed: %s", self.role, error)
                 reason = Unready(Cause.UNKNOWN, str(error) or repr(error))
@@ -125,7 +127,7 @@ class Pulse:
                 continue
             well = max(well, self.last_output())
             if now - well > (patience if reason.cause is Cause.HANGS else self.settings.start_minutes * 60):
-                self.sick = reason
+                self.unhealthy = reason
                 return
 
 
@@ -157,7 +159,7 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
             reader.start()
         while stage.poll() is None:
             time.sleep(0.2)
-            signals.check()
+            signals.raise_if_received()
             if keeper and (trouble := keeper.trouble()) and stage.poll() is None:
                 keeper.repair(trouble, stage)
     except BaseException as stop:

@@ -12,7 +12,7 @@ UNIT_FOLDERS = tuple(map(Path, ("/etc/systemd/system", "/run/systemd/system", "/
 CAPTURED = re.compile(r'"eagle_aux_hidden_state_layer_ids":\s*(\[[\d,\s]*\])')
 
 
-def check(run_config: config.Config) -> Iterator[str]:
+def findings(run_config: config.Config) -> Iterator[str]:
     """A finding for a unit whose files name other layers; none where they cannot be read or name no layers."""
     own, wanted = run_config.servers.extract, captured_layer_ids(run_config)
     if own.kind != "systemd" or not (named := named_layers(own.unit)):

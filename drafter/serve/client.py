@@ -246,7 +246,7 @@ class Client:
         raise StatusError(status, message)
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` for stages: a signal cancels `main`, which saves; then Interrupted is raised."""
     signals = interrupts.wanted()
 

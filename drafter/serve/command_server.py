@@ -41,7 +41,7 @@ def read_record(run_config: config.Config, role: config.Role) -> dict[str, Any] 
     """What was noted of the process we started for this role; None for another run's, of which this is a copy."""
     path = record_path(run_config, role)
     record = files.read_note(path, pid=int, boot=str, home=str, ready=bool, command=list, log=str)
-    return record if record and record["home"] == files.home(path.parent) else None
+    return record if record and record["home"] == files.inode_id(path.parent) else None
 
 
 def running(run_config: config.Config, role: config.Role) -> dict[str, Any] | None:
@@ -148,7 +148,7 @@ def _open_process(run_config: config.Config, role: config.Role, line: list[str],
 def _write_record(run_config: config.Config, role: config.Role, facts: dict[str, Any]) -> None:
     """Record the process as one that is used by this process."""
     path = record_path(run_config, role)
-    files.write_json(path, facts | {"home": files.home(path.parent), "owner": process.identity(os.getpid())})
+    files.write_json(path, facts | {"home": files.inode_id(path.parent), "owner": process.identity(os.getpid())})
 
 
 def _owner(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -186,7 +186,11 @@ def stop(run_config: config.Config, role: config.Role, hangs: bool = False, at_m
 def _end(run_config: config.Config, role: config.Role, hangs: bool = False, at_most: float = math.inf) -> bool:
     record = read_record(run_config, role)
     # Workers may outlive the leader; but a pid that was given to another process since is not ours to end.
-    if record and record["boot"] == process.boot() and process.birth(record["pid"]) in (None, record.get("birth")):
+    if (
+        record
+        and record["boot"] == process.boot_id()
+        and process.start_time(record["pid"]) in (None, record.get("birth"))
+    ):
         patient = record["ready"] and not hangs
         seconds = min(getattr(run_config.servers, role).stop_seconds, at_most, math.inf if patient else QUICK_SECONDS)
         log.info("server %s: stopping process %d (at most %.0f s)", role, record["pid"], seconds)
@@ -252,7 +256,7 @@ def _live_record(path: Path) -> dict[str, Any] | None:
     """A run's record of a server whose process lives; of another user's run it may not be readable."""
     with contextlib.suppress(OSError):
         record = files.read_note(path, pid=int, boot=str, home=str, command=list)
-        if record and record["home"] == files.home(path.parent) and process.lives(record):
+        if record and record["home"] == files.inode_id(path.parent) and process.lives(record):
             return record
     return None
 

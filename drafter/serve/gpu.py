@@ -39,7 +39,7 @@ class Memory:
         return self.no_figure.union(self.used)
 
 
-def read() -> Memory:
+def query_memory() -> Memory:
     """Ask nvidia-smi once, for at most ANSWER_SECONDS. Raises nothing: what goes wrong is `unknown`."""
     try:
         rows = _query("--query-gpu=index,memory.used")
@@ -85,7 +85,7 @@ def not_loaded(gpus: Iterable[int], model: Path) -> str | None:
     gpus = tuple(gpus)
     if not gpus:
         return None
-    found = read()
+    found = query_memory()
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**20
     share = weights / len(gpus)
     empty = [index for index in gpus if found.used.get(index, share) < share / 2]
@@ -104,7 +104,7 @@ def wait_free(gpus: Iterable[int], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     spoke = -math.inf
     while asked:
-        found = read()
+        found = query_memory()
         held = {index: mib for index, mib in found.used.items() if index in asked and mib > FREE_MIB}
         if not held and (found.lasting or not found.unknown):
             if silent := found.unknown or ", ".join(f"GPU {index}" for index in sorted(asked & found.no_figure)):

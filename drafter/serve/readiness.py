@@ -43,7 +43,7 @@ class Unready:
         return self.sentence
 
 
-def missing(run_config: config.Config, role: config.Role, patience: float | None = None) -> Unready | None:
+def why_unready(run_config: config.Config, role: config.Role, patience: float | None = None) -> Unready | None:
     """The first reason why a running server would not serve a request of this run, or None when it is ready.
 
     Ready means: /health is 200, the served name is listed with enough context, the GPUs hold the model, and one real

@@ -34,9 +34,9 @@ GIVE_UP_RESTARTS = 2  # of a systemd unit that keeps dying while it boots
 DOWN, UNFIT = 3, 4  # exit codes of `status`
 
 
-def check(run_config: config.Config, role: config.Role) -> None:
+def require_ready(run_config: config.Config, role: config.Role) -> None:
     """Raises ConfigError, with the command that brings the role up, unless it would serve a request now."""
-    if reason := missing(run_config, role):
+    if reason := why_unready(run_config, role):
         if _elsewhere(run_config, role):
             raise ConfigError(f"server {role}: {reason}")
         raise ConfigError(f"server {role}: {reason}; bring it up with: {invocation(run_config, 'up', role)}")
@@ -104,8 +104,8 @@ def wait(run_config: config.Config, role: config.Role, wanted: Callable[[], bool
     server = _settings(run_config, role)
     started = spoke = time.monotonic()
     restarts, shown = restarts_of(server), None
-    while reason := missing(run_config, role):
-        signals.check()
+    while reason := why_unready(run_config, role):
+        signals.raise_if_received()
         waited = time.monotonic() - started
         if not wanted():
             log.info("server %s: nobody waits for it any more", role)
@@ -177,7 +177,7 @@ def alive(run_config: config.Config, role: config.Role) -> bool:
 def status(run_config: config.Config, role: config.Role) -> dict[str, Any]:
     """One role as JSON types; `missing` is the sentence that says why it is not ready."""
     server = _settings(run_config, role)
-    reason = missing(run_config, role)
+    reason = why_unready(run_config, role)
     external = server.kind == "external"
     running = not (reason and reason.cause is Cause.NO_ANSWER) if external else alive(run_config, role)
     return {"role": role, "kind": server.kind, "url": server.url, "alive": running, "ready": not reason} | (
@@ -185,13 +185,13 @@ def status(run_config: config.Config, role: config.Role) -> dict[str, Any]:
     )
 
 
-def missing(run_config: config.Config, role: config.Role, patience: float | None = None) -> Unready | None:
+def why_unready(run_config: config.Config, role: config.Role, patience: float | None = None) -> Unready | None:
     """The first reason why the role would not serve a request now, or None when it is ready.
 
     `patience`: the seconds that a completion may take. Raises ConfigError or ResumableError when systemctl fails.
     """
     if alive(run_config, role):
-        reason = readiness.missing(run_config, role, patience)
+        reason = readiness.why_unready(run_config, role, patience)
         if reason and (url := _elsewhere(run_config, role)):
             there = f"this run's server {role} runs at {url}: give this command --set servers.{role}.url={url}"
             return Unready(reason.cause, f"{there} ({reason})")

@@ -39,7 +39,7 @@ class Entry(TypedDict):
     tallies: list[Annotated[list[contracts.Count], Field(min_length=1 + DRAFT_TOKENS, max_length=1 + DRAFT_TOKENS)]]
 
 
-def read(config: Config) -> dict[str, Any]:
+def read_all(config: Config) -> dict[str, Any]:
     return files.read_note(config.run.dir / NAME)
 
 
@@ -54,15 +54,15 @@ def record(config: Config, decoded: Decoded, length: float) -> None:
     drafter, target = _models(config)
     tallies = [_tally(reply.chunks) for reply in decoded.replies] if decoded.streams_agree else []
     entry = {"length": length, "drafter": drafter, "target": target, "tallies": tallies}
-    files.write_json(config.run.dir / NAME, read(config) | {key(config): entry})
+    files.write_json(config.run.dir / NAME, read_all(config) | {key(config): entry})
 
 
 def find(config: Config) -> Smoke | None:
     """The last record of this warm start on this target, whatever the engine's arguments; None without one."""
     drafter, target = _models(config)
-    for found in reversed(read(config).values()):
+    for found in reversed(read_all(config).values()):
         with contextlib.suppress(ContractError):  # an earlier version recorded the length alone
-            entry = checked.check(Entry, found)
+            entry = checked.validate(Entry, found)
             if (entry["drafter"], entry["target"]) == (drafter, target):
                 tallies = np.array(entry["tallies"], dtype=np.float64).reshape(-1, 1 + DRAFT_TOKENS)
                 return Smoke(entry["length"], tallies[tallies[:, 0] > 0])

@@ -198,7 +198,7 @@ def check_config(config: dict[str, Any], target: Target) -> None:
         if config.get(key) != value:
             raise ContractError(f"{CONFIG}: {key} is {config.get(key)!r}, must be {value!r}")
     try:
-        checked.check(Shape, config)
+        checked.validate(Shape, config)
     except ContractError as error:
         raise ContractError(f"{CONFIG}: {error}") from None
     nested = config.get("eagle_config") or {}

@@ -35,10 +35,10 @@ class Ranks:
     """What torchrun says of this process: rank, number of ranks, device."""
 
     def __init__(self):
-        self.rank = torchrun_env.read("RANK", 0)
-        self.world = torchrun_env.read("WORLD_SIZE", 1)
+        self.rank = torchrun_env.get("RANK", 0)
+        self.world = torchrun_env.get("WORLD_SIZE", 1)
         if torch.cuda.is_available():
-            self.device = torch.device("cuda", torchrun_env.read("LOCAL_RANK", 0))
+            self.device = torch.device("cuda", torchrun_env.get("LOCAL_RANK", 0))
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
@@ -52,7 +52,7 @@ class Ranks:
         """Whether NCCL can copy from every other rank's GPU without the host's memory between them."""
         if self.world == 1 or self.device.type != "cuda":
             return True
-        if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or torchrun_env.read("LOCAL_WORLD_SIZE", 0) != self.world:
+        if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or torchrun_env.get("LOCAL_WORLD_SIZE", 0) != self.world:
             return False
         others = set(range(self.world)) - {self.device.index}
         return all(torch.cuda.can_device_access_peer(self.device, other) for other in others)

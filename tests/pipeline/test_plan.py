@@ -27,7 +27,7 @@ def stages(kimi, name, rows=10_000, tokens=4096):
     """Estimates of 01b, 02 and 04 with rows of known length, the generate role already up."""
     platform = rates.profile(name)
     known = rates.of_profile(kimi, platform)
-    of_length = rates.exactly(tokens)
+    of_length = rates.Range.point(tokens)
     known = plan.dataclasses.replace(known, answer_tokens=of_length, row_tokens=of_length)
     return plan.estimate(kimi, known, plan.sizes(kimi, platform), rows + kimi.acceptance.held_out)[:3]
 
@@ -222,7 +222,7 @@ def test_the_default_run_is_what_was_measured(tmp_path, model):
     assert generate.seconds.typical == pytest.approx(165, rel=0.1)
     assert export.seconds.typical == pytest.approx(7, rel=0.2)
     assert (acceptance.seconds + acceptance.start_seconds).typical == pytest.approx(97, rel=0.1)
-    assert plan.whole(parts).typical == pytest.approx(483, rel=0.1)
+    assert plan.total_seconds(parts).typical == pytest.approx(483, rel=0.1)
 
 
 def acceptance_of(run: config.Config):
@@ -350,7 +350,7 @@ def test_the_first_night_of_a_warm_start_begins_with_its_trial(kimi, tmp_path):
 
 def test_no_figure_that_the_config_takes_is_too_much_for_the_plan(kimi):
     """Years are said as years; what is beyond a slip of the hand, the config refuses."""
-    most = [f"{key}={config.MOST}" for key in ("generate.max_tokens", "prompts.0.count")]
+    most = [f"{key}={config.MAX_COUNT}" for key in ("generate.max_tokens", "prompts.0.count")]
     most.append("train.epochs=10000")
     endless = config.load(config.ROOT / "configs/kimi_k25.yaml", most)
     assert " years, at the latest in " in plan.page(endless, rates.profile(BOX), datetime(2026, 11, 29))

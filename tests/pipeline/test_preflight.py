@@ -72,13 +72,13 @@ def test_an_engine_is_asked_once_for_all_runs_and_again_for_another_version_or_o
         assert found(first) == []
     assert times() == 2 and list(first.run.dir.iterdir()) == [], "a dry run"
     for name in ("first", "second"):
-        preflight.check(load(f"run.name={name}", fake=fake, ports=first), config.STAGES)
+        preflight.refuse_findings(load(f"run.name={name}", fake=fake, ports=first), config.STAGES)
     assert times() == 3
     (answer,) = json.loads((kept := first.run.dir / engine_check.KEPT).read_text()).values()
     assert answer == {"eagle3": True, "refused": {}}
-    preflight.check(load("servers.evaluate.args.seed=7", fake=fake, ports=first), config.STAGES)
+    preflight.refuse_findings(load("servers.evaluate.args.seed=7", fake=fake, ports=first), config.STAGES)
     version.write_text("2")
-    preflight.check(first, config.STAGES)
+    preflight.refuse_findings(first, config.STAGES)
     assert times() == 5 and len(json.loads(kept.read_text())) == 3
     for broken in ("", "[]", '{"a": 7}', "[" * 100000):
         kept.write_text(broken)
@@ -178,7 +178,7 @@ def test_a_model_that_is_not_here_is_one_finding(load):
 
 
 def test_more_ranks_than_gpus_are_found(load, monkeypatch):
-    monkeypatch.setattr(preflight.gpu, "read", lambda: preflight.gpu.Memory({0: 5, 1: 5}))
+    monkeypatch.setattr(preflight.gpu, "query_memory", lambda: preflight.gpu.Memory({0: 5, 1: 5}))
     assert list(preflight.ranks(load("train.processes=2"))) == []
     assert list(preflight.ranks(load("train.processes=4"))) == [
         "train.processes: 4 ranks, and this machine has 2 GPUs"
@@ -187,7 +187,7 @@ def test_more_ranks_than_gpus_are_found(load, monkeypatch):
 
 @pytest.mark.parametrize(("visible", "hidden"), [("", None), ("0,1", None), ("1", "0"), ("GPU-58ca22cc", None)])
 def test_a_servers_gpu_that_the_environment_hides_is_found(load, monkeypatch, visible, hidden):
-    monkeypatch.setattr(preflight.gpu, "read", lambda: preflight.gpu.Memory({0: 5, 1: 5}))
+    monkeypatch.setattr(preflight.gpu, "query_memory", lambda: preflight.gpu.Memory({0: 5, 1: 5}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     wanted = [f"servers.*.gpus: CUDA_VISIBLE_DEVICES={visible} hides GPU {hidden}"] if hidden else []
     assert list(preflight.gpus(load("servers.evaluate.gpus=[0, 1]"))) == wanted
@@ -260,7 +260,7 @@ def test_the_test_of_the_warm_start_needs_its_role_until_it_was_made(load, tmp_p
 def test_all_findings_come_at_once_as_one_line(load):
     run_config = load("train.warm_start=/nowhere", "prompts.0.path=/nowhere.jsonl")
     with pytest.raises(ConfigError, match=r"/nowhere.jsonl does not exist; no drafter at /nowhere") as error:
-        preflight.check(run_config, config.STAGES)
+        preflight.refuse_findings(run_config, config.STAGES)
     assert "\n" not in str(error.value)
 
 
@@ -281,14 +281,14 @@ def test_only_the_checks_of_the_asked_stages_are_made(load):
 def test_a_stage_without_its_input_is_refused_with_the_command_that_makes_it(load):
     run_config = load("run.name=new")
     with pytest.raises(ConfigError) as error:
-        preflight.check(run_config, ["06_acceptance"])
+        preflight.refuse_findings(run_config, ["06_acceptance"])
     assert f"06_acceptance needs 05_export, which has not run: nothing in {run_config.run_dir}" in str(error.value)
     assert f"make it with ./run_pipeline.sh {CPU_CONFIG} --from 01b --set" in str(error.value)
     for name in ("01b_synthetic", "02_hidden_states"):
         (manifest := run_config.stage_dir(name) / "manifest.json").parent.mkdir(parents=True)
         manifest.touch()
     with pytest.raises(ConfigError, match="--from 04 --set"):
-        preflight.check(run_config, ["06_acceptance"])
+        preflight.refuse_findings(run_config, ["06_acceptance"])
     assert found(load("run.name=new", "acceptance.drafters=[none]"), ["06_acceptance"]) == []
 
 
@@ -473,16 +473,16 @@ def test_a_unit_that_captures_too_few_layers_is_found_before_it_is_started(monke
         target=SimpleNamespace(layer_ids=(2, 30, 58, 61), aux_layer_ids=(2, 30, 58)),
         extract=SimpleNamespace(neighbour_ids=False),
     )
-    assert list(unit_layers.check(kimi)) == []  # no such file is known of
+    assert list(unit_layers.findings(kimi)) == []  # no such file is known of
     shutil.copy(config.ROOT / "configs/systemd/vllm-kimi-k25-extract.service", etc)
-    assert list(unit_layers.check(kimi)) == []
+    assert list(unit_layers.findings(kimi)) == []
     kimi.extract.neighbour_ids = True
-    [finding] = unit_layers.check(kimi)
+    [finding] = unit_layers.findings(kimi)
     assert "captures layers [2, 30, 58, 61], not [3, 31, 59]" in finding and "[2, 3, 30, 31, 58, 59, 61]" in finding
     drop_in = etc / "vllm-kimi-k25-extract.service.d/layers.conf"
     drop_in.parent.mkdir()
     drop_in.write_text("ExecStart=x '{\"eagle_aux_hidden_state_layer_ids\": [2, 3, 30, 31, \\\n 58, 59, 61]}'\n")
-    assert list(unit_layers.check(kimi)) == []
+    assert list(unit_layers.findings(kimi)) == []
     drop_in.unlink()
     kimi.servers.extract.kind = "command"
-    assert list(unit_layers.check(kimi)) == []
+    assert list(unit_layers.findings(kimi)) == []

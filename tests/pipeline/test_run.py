@@ -59,7 +59,7 @@ class Night:
 
     def production_active(self) -> bool:
         pid = self.units / "vllm-team.pid"
-        return pid.exists() and process.birth(int(pid.read_text())) is not None
+        return pid.exists() and process.start_time(int(pid.read_text())) is not None
 
     def environment(self, **stages: str) -> dict:
         fake_stage = " ".join(f"{name[1:]}={word}" for name, word in stages.items())
@@ -776,7 +776,7 @@ def test_a_unit_that_a_killed_call_started_is_not_taken_for_production(night, mo
     killed._save()
     following = pipeline.Pipeline(run_config, pipeline.STEPS, None, None)
     following._remember()
-    following.machine.remember()
+    following.machine.snapshot()
     assert following.machine.production == remembered
 
 
@@ -788,10 +788,10 @@ def test_a_production_server_that_does_not_start_stays_owed(night, monkeypatch):
     this = production_units.Machine(config.load(CPU_CONFIG, night.overrides))
     this.production = {"vllm-team"}
     (night.units / "deaf").touch()
-    this.give_back()
+    this.restore()
     assert this.production == {"vllm-team"}
     (night.units / "deaf").unlink()
-    this.give_back()
+    this.restore()
     assert not this.production and night.production_active()
     verbs = [line.split()[0] for line in (night.units / "calls.log").read_text().splitlines()]
     assert verbs[verbs.index("start") - 1] == "reset-failed"
@@ -833,7 +833,7 @@ def test_memory_that_another_program_holds_is_waited_for_aloud_and_never_long_on
     monkeypatch.setattr(server, "stop", lambda _, role, **bound: stopped[role])
     gpus = [f"servers.{role}.gpus=[{number}]" for number, role in enumerate(("generate", "extract"))]
     with caplog.at_level("INFO"):
-        production_units.Machine(config.load(CPU_CONFIG, [*night.overrides, *gpus])).give_back()
+        production_units.Machine(config.load(CPU_CONFIG, [*night.overrides, *gpus])).restore()
     (waits, fault) = caplog.messages
     assert waits.startswith("waiting for GPU memory, at most 1 s more (GPU 1: 78.1 GiB)")
     assert "GPU 1: 78.1 GiB), held by process 4242 stranger" in fault and "GPU 0" not in fault
@@ -929,7 +929,7 @@ def test_arguments_that_contradict_each_other_are_refused(call, monkeypatch, cap
     ],
 )  # fmt: skip
 def test_the_config_and_status_stand_on_either_side_of_a_flag(call):
-    args = cli.read(call.replace("CONFIG", str(CPU_CONFIG)).split())
+    args = cli.parse(call.replace("CONFIG", str(CPU_CONFIG)).split())
     assert (args.config, args.status, args.overrides) == (str(CPU_CONFIG), True, ["a.b=1"])
 
 

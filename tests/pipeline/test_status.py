@@ -11,7 +11,7 @@ import pytest
 from drafter import config, disk, files, process
 from drafter.pipeline import status
 from drafter.pipeline.report import page as report
-from drafter.pipeline.run_state import Found
+from drafter.pipeline.run_state import RunState
 from drafter.target import default_model
 from tests.conftest import CPU_CONFIG
 
@@ -29,7 +29,7 @@ def state(run_config):
         started = {"status": "running", "started": time.time() - 120}
         stages = {"01b_synthetic": {"status": "complete", "seconds": 90.0}, "02_hidden_states": started}
         default = {"status": "running", "stage": "02_hidden_states", "stages": stages}
-        default |= process.identity(os.getpid()) | {"home": files.home(run_config.run_dir)}
+        default |= process.identity(os.getpid()) | {"home": files.inode_id(run_config.run_dir)}
         (run_config.run_dir / "pipeline.json").write_text(json.dumps(default | changes))
 
     return write
@@ -58,8 +58,8 @@ def test_what_is_taken_from_another_run_is_neither_this_runs_work_nor_left(run_c
         first.startswith("run smollm2_cpu: complete")
         and second == f"  01b_synthetic     taken from {taken['01b_synthetic']}"
     )
-    assert Found(run).minutes("01b_synthetic") is None and "taken" in report.timeline(Found(run))
-    assert "--only 01b" not in report.rerun(Found(run)), "its folder is another run's, and not to be removed"
+    assert RunState(run).minutes("01b_synthetic") is None and "taken" in report.timeline(RunState(run))
+    assert "--only 01b" not in report.rerun(RunState(run)), "its folder is another run's, and not to be removed"
 
 
 @pytest.mark.parametrize("program", [status.main, default_model.main])
@@ -112,7 +112,7 @@ def test_stages_run_by_hand_are_shown_as_their_manifests_say(run_config):
     by_hand(run_config, "02_hidden_states", status="running", process=process.identity(os.getpid()))
     assert "run smollm2_cpu: by hand" in (shown := text(run_config))
     assert "01b_synthetic     complete     9 of 9 rows  1.0 min" in shown and "02_hidden_states  running" in shown
-    by_hand(run_config, "02_hidden_states", status="running", process={"pid": 2**22 - 1, "boot": process.boot()})
+    by_hand(run_config, "02_hidden_states", status="running", process={"pid": 2**22 - 1, "boot": process.boot_id()})
     assert "02_hidden_states  interrupted" in text(run_config)
     by_hand(run_config, "02_hidden_states", status="failed", error="layer 2 is constant")
     assert "last error: layer 2 is constant" in text(run_config)
@@ -144,7 +144,7 @@ def test_a_failure_whose_input_was_made_again_since_is_no_longer_shown(run_confi
     assert f"last error: {error}" in shown and ("run smollm2_cpu: failed" in shown) == by_pipeline
     by_hand(run_config, "02_hidden_states", updated=repaired)
     assert "run smollm2_cpu: not complete" in (shown := text(run_config)) and "error" not in shown
-    assert "04_train          begun" in shown and "No drafter yet" not in report.page(Found(run_config))
+    assert "04_train          begun" in shown and "No drafter yet" not in report.page(RunState(run_config))
 
 
 def test_a_call_is_not_told_by_what_an_earlier_one_said(run_config, state):
@@ -212,7 +212,7 @@ def test_the_end_is_that_of_the_stages_asked_for(run_config, state):
     state(asked=["02_hidden_states"])
     hour = {"seconds": {"typical": 3600}}
     (run_config.run_dir / "plan.json").write_text(json.dumps({"02_hidden_states": hour, "04_train": hour}))
-    assert status._left(Found(run_config)) == pytest.approx(3480, abs=5)
+    assert status._left(RunState(run_config)) == pytest.approx(3480, abs=5)
 
 
 def test_a_stage_that_is_late_is_not_done_now(run_config, state):
@@ -220,7 +220,7 @@ def test_a_stage_that_is_late_is_not_done_now(run_config, state):
     state(stage="06_acceptance", stages=late)
     planned = {"06_acceptance": {"seconds": {"typical": 1800, "high": 7200}}}
     (run_config.run_dir / "plan.json").write_text(json.dumps(planned))
-    assert status._left(Found(run_config)) == pytest.approx(3600, abs=5)
+    assert status._left(RunState(run_config)) == pytest.approx(3600, abs=5)
 
 
 def test_a_failed_run_shows_its_last_error(run_config, state):
@@ -273,7 +273,9 @@ def test_an_interrupted_stage_has_one_name_everywhere(run_config, state, how):
     said = {"status": "interrupted", "error": "interrupted by SIGTERM"} if how == "signal" else {"pid": 2**22 - 1}
     state(stages=stages, **said)
     manifest = (
-        {"status": "interrupted"} if how == "signal" else {"status": "running", "process": {"boot": process.boot()}}
+        {"status": "interrupted"}
+        if how == "signal"
+        else {"status": "running", "process": {"boot": process.boot_id()}}
     )
     by_hand(run_config, "02_hidden_states", **manifest)
     shown, page = text(run_config), report.write(run_config).read_text()

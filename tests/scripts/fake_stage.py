@@ -48,7 +48,7 @@ def body(this: stage.Stage) -> dict:
     role = ROLES.get(this.name)
     late = fake == "late" and this.args.deadline
     if role and fake != "stale" and not (late and time.time() >= late.timestamp()):
-        roles.check(this.config, role)
+        roles.require_ready(this.config, role)
     if fake == "fail":
         raise ContractError("the states are wrong")
     if fake == "talks":
@@ -64,7 +64,7 @@ def body(this: stage.Stage) -> dict:
             time.sleep(0.2)
         if fake == "lost":
             raise ContractError("the states are wrong")
-        while roles.missing(this.config, role):
+        while roles.why_unready(this.config, role):
             time.sleep(0.2)
     if fake == "outage" and not (this.folder / "outage").exists():
         (this.folder / "outage").touch()
@@ -94,7 +94,7 @@ def main(name: str) -> int:
     parser = stage.parser(__doc__)
     parser.add_argument("--deadline", type=cli.moment)
     parser.add_argument("--redo", action="store_true")
-    return stage.run(name, body, parser, sys.argv[1:])
+    return stage.run_stage(name, body, parser, sys.argv[1:])
 
 
 if __name__ == "__main__":

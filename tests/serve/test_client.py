@@ -369,7 +369,7 @@ def test_the_stages_signal_handlers_stand_again_after_the_loop():
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         mine = signal.getsignal(signal.SIGTERM)
-        assert client.run(asyncio.sleep(0, result=5)) == 5
+        assert client.run_interruptible(asyncio.sleep(0, result=5)) == 5
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -390,7 +390,7 @@ def test_a_signal_lets_the_work_save_and_says_which_it_was(signum):
 
     with signals.listening(*signals.SIGNALS), pytest.raises(Interrupted) as stop:
         try:
-            client.run(work())
+            client.run_interruptible(work())
         finally:
             os.kill(os.getpid(), signum)  # nor does one after the loop, when the stage writes its index
             saved.append(True)

@@ -50,7 +50,7 @@ def smi(tmp_path, monkeypatch):
 def test_an_answer_without_figures_is_unknown_and_never_free_or_not_loaded(smi, body, model):
     """Seam M6: the wait for free memory ends with an error that says what nvidia-smi did."""
     smi(body)
-    found = gpu.read()
+    found = gpu.query_memory()
     assert not found.gpus and found.unknown and not found.lasting
     assert isinstance(gpu.names(), list)
     with pytest.raises(ResumableError, match=rf"unknown after 0 s: .*{ANSWERS[body]}"):
@@ -63,7 +63,7 @@ def test_a_gpu_without_a_figure_is_there_and_is_not_waited_for(smi, model, caplo
     """Seam B03: GPUs that share the host's memory, as GB10."""
     caplog.set_level("INFO")
     smi(NO_FIGURE)
-    assert gpu.read() == gpu.Memory({}, frozenset({0}))
+    assert gpu.query_memory() == gpu.Memory({}, frozenset({0}))
     gpu.wait_free([0], 60)
     assert "GPU memory is unknown, and not waited for: GPU 0" in caplog.text
     assert gpu.not_loaded([0], model) is None
@@ -72,19 +72,19 @@ def test_a_gpu_without_a_figure_is_there_and_is_not_waited_for(smi, model, caplo
 def test_a_machine_without_nvidia_smi_and_without_a_driver_has_no_gpu(smi, tmp_path):
     """Seam M6: it is told from one that has a driver and cannot be asked."""
     smi(None)
-    assert gpu.read() == gpu.Memory({})
+    assert gpu.query_memory() == gpu.Memory({})
     gpu.wait_free([0], 60)
     gpu.DRIVER.touch()
-    assert gpu.read() == gpu.Memory({}, unknown="nvidia-smi: No such file or directory", lasting=True)
+    assert gpu.query_memory() == gpu.Memory({}, unknown="nvidia-smi: No such file or directory", lasting=True)
     gpu.wait_free([0], 60)
 
 
 def test_an_nvidia_smi_that_this_user_may_not_run_is_unknown(smi):
     """Seam B11"""
     smi("echo 0, 5", mode=0o644)
-    assert gpu.read() == gpu.Memory({})
+    assert gpu.query_memory() == gpu.Memory({})
     gpu.DRIVER.touch()
-    assert gpu.read() == gpu.Memory({}, unknown="nvidia-smi: Permission denied", lasting=True)
+    assert gpu.query_memory() == gpu.Memory({}, unknown="nvidia-smi: Permission denied", lasting=True)
 
 
 def test_an_nvidia_smi_that_recovers_in_time_is_waited_for(smi, tmp_path):
@@ -116,4 +116,4 @@ def test_no_command_ends_in_a_traceback(smi, body, load):  # noqa: F811
     (load().run_dir / "01b_synthetic/manifest.json").write_text('{"status": "partial", "question": {}}')
     shown = "\n".join(status.lines(load()))
     assert "GPU memory: unknown (nvidia-smi" in shown if body in ANSWERS else "GPU 0: unknown" in shown
-    assert readiness.missing(load(), "generate").cause is readiness.Cause.NO_ANSWER
+    assert readiness.why_unready(load(), "generate").cause is readiness.Cause.NO_ANSWER

@@ -103,14 +103,14 @@ def test_a_server_that_loses_the_first_signal_is_asked_again(monkeypatch):
     started = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
     started.stdout.readline()
     process.end_session(started.pid, 30)
-    assert process.birth(started.pid) is None
+    assert process.start_time(started.pid) is None
 
 
 def test_a_server_is_ready_after_a_completion_and_gone_after_down(role):
     run_config = role()
     roles.up(run_config, "generate")
     assert roles.status(run_config, "generate")["ready"]
-    roles.check(run_config, "generate")
+    roles.require_ready(run_config, "generate")
     leader = session(run_config)
     roles.down(run_config, "generate")
     assert not process.members(leader)
@@ -137,7 +137,7 @@ def test_up_twice_keeps_the_running_server_and_other_arguments_replace_it(role, 
 def test_check_names_the_command_that_brings_the_role_up(role):
     run_config = role()
     with pytest.raises(ConfigError, match="python -m drafter.serve up generate --config .* --set run.dir="):
-        roles.check(run_config, "generate")
+        roles.require_ready(run_config, "generate")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_answers_without_being_a_server_is_said(role, answer):
 
         threading.Thread(target=reply, daemon=True).start()
         run_config = role(kind="external", url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        assert "not as an OpenAI-compatible server" in str(roles.missing(run_config, "generate"))
+        assert "not as an OpenAI-compatible server" in str(roles.why_unready(run_config, "generate"))
 
 
 class Drip(BaseHTTPRequestHandler):
@@ -214,33 +214,33 @@ def dripping(role, monkeypatch):
 def test_a_reply_that_drips_is_a_hang_within_the_time_of_one_answer(dripping, path, part):
     """R01: a timeout of the socket is one of each read, and a byte now and then holds a night for ever."""
     started = time.monotonic()
-    found = roles.missing(dripping(path, part), "generate")
+    found = roles.why_unready(dripping(path, part), "generate")
     assert found.cause is Cause.HANGS and str(found).endswith("it accepts a request and does not answer")
     assert time.monotonic() - started < 2
 
 
 def test_the_pulse_of_a_dripping_server_stops(dripping, tmp_path):
     """R01"""
-    pulse = supervise.Pulse(dripping("/v1/completions", "body", hang_minutes=0.005), "generate", lambda: 0.0)
-    while pulse.sick is None:
+    health = supervise.HealthThread(dripping("/v1/completions", "body", hang_minutes=0.005), "generate", lambda: 0.0)
+    while health.unhealthy is None:
         time.sleep(0.05)
-    assert pulse.sick.cause is Cause.HANGS
+    assert health.unhealthy.cause is Cause.HANGS
 
 
 def test_a_reworded_sentence_changes_no_decision(dripping, tmp_path, monkeypatch):
     """Seam M5: a hang is noticed, and an external server is alive or not, by the cause and not by the text."""
     run_config = dripping("/v1/completions", "body", hang_minutes=0.005)
-    real = readiness.missing
+    real = readiness.why_unready
 
     def reworded(*arguments):
         found = real(*arguments)
         return found and readiness.Unready(found.cause, "other words")
 
-    monkeypatch.setattr(readiness, "missing", reworded)
-    pulse = supervise.Pulse(run_config, "generate", lambda: 0.0)
-    while pulse.sick is None:
+    monkeypatch.setattr(readiness, "why_unready", reworded)
+    health = supervise.HealthThread(run_config, "generate", lambda: 0.0)
+    while health.unhealthy is None:
         time.sleep(0.05)
-    assert pulse.sick == readiness.Unready(Cause.HANGS, "other words")
+    assert health.unhealthy == readiness.Unready(Cause.HANGS, "other words")
     assert roles.status(run_config, "generate")["alive"] is True
     gone = config.load(CPU_CONFIG, [*run_config.origin.overrides, "servers.generate.url=http://127.0.0.1:15201"])
     assert roles.status(gone, "generate")["alive"] is False
@@ -249,18 +249,18 @@ def test_a_reworded_sentence_changes_no_decision(dripping, tmp_path, monkeypatch
 def test_the_health_thread_goes_on_after_an_unforeseen_error(dripping, tmp_path, monkeypatch):
     """Seam H5: an error of the health check is logged, and a hang that follows is noticed."""
     run_config = dripping("/v1/completions", "body", hang_minutes=0.005)
-    real, failures = roles.missing, [ValueError("first"), TypeError("second")]
+    real, failures = roles.why_unready, [ValueError("first"), TypeError("second")]
 
     def failing(*arguments):
         if failures:
             raise failures.pop(0)
         return real(*arguments)
 
-    monkeypatch.setattr(roles, "missing", failing)
-    pulse = supervise.Pulse(run_config, "generate", lambda: 0.0)
-    while pulse.sick is None:
+    monkeypatch.setattr(roles, "why_unready", failing)
+    health = supervise.HealthThread(run_config, "generate", lambda: 0.0)
+    while health.unhealthy is None:
         time.sleep(0.05)
-    assert pulse.sick.cause is Cause.HANGS and not failures
+    assert health.unhealthy.cause is Cause.HANGS and not failures
 
 
 def test_status_has_an_exit_code_for_a_script(role, dripping, capsys):
@@ -315,7 +315,7 @@ def test_a_server_that_cannot_serve_this_run_is_refused(role, fake, override, re
     run_config = role(fake)
     command_server.start(run_config, "generate", roles.command(run_config, "generate"))
     changed = config.load(CPU_CONFIG, [*run_config.origin.overrides, override])
-    while (found := roles.missing(changed, "generate")).cause is Cause.NO_ANSWER:
+    while (found := roles.why_unready(changed, "generate")).cause is Cause.NO_ANSWER:
         time.sleep(0.1)
     assert found.cause is Cause.UNFIT and reason in str(found)
 
@@ -336,7 +336,7 @@ def test_what_outlived_a_killed_server_is_ended_before_the_next_starts(role):
     roles.up(run_config, "generate")
     leader = session(run_config)
     os.kill(leader, signal.SIGKILL)
-    while process.birth(leader):
+    while process.start_time(leader):
         time.sleep(0.01)
     assert process.members(leader)
     roles.up(run_config, "generate")
@@ -348,7 +348,7 @@ def test_a_record_from_before_a_reboot_is_no_process_of_ours(role, tmp_path):
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     path = run_config.run_dir / "servers/generate.json"
     path.parent.mkdir(parents=True)
-    record = {"pid": bystander.pid, "birth": "1", "boot": process.boot(), "home": files.home(path.parent)}
+    record = {"pid": bystander.pid, "birth": "1", "boot": process.boot_id(), "home": files.inode_id(path.parent)}
     path.write_text(json.dumps(record | {"ready": True, "command": [], "log": "log"}))
     assert not roles.alive(run_config, "generate")
     roles.down(run_config, "generate")
@@ -365,7 +365,7 @@ def test_a_copied_run_has_no_server_and_leaves_the_originals_alone_and_a_moved_o
     shutil.copytree(run_config.run_dir, copy.run_dir)
     assert not roles.alive(copy, "generate")
     roles.down(copy, "generate")
-    assert process.members(leader) and roles.missing(run_config, "generate") is None
+    assert process.members(leader) and roles.why_unready(run_config, "generate") is None
     moved = config.load(CPU_CONFIG, [*run_config.origin.overrides, "run.name=moved"])
     run_config.run_dir.rename(moved.run_dir)
     assert roles.alive(moved, "generate")
@@ -394,7 +394,7 @@ def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_p
     with pytest.raises(ConfigError, match="cannot listen at .* in use"):
         roles.up(second, "generate")
     url = first.servers.generate.url
-    found = str(roles.missing(second, "generate"))
+    found = str(roles.why_unready(second, "generate"))
     pid = session(first)
     owner, other_port = os.getpid(), "--set servers.generate.url=http://127.0.0.1:"
     known = f"process {pid}, the server generate of the run smollm2_cpu, which process {owner} ("
@@ -402,7 +402,7 @@ def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_p
     assert re.search(rf"\) uses; wait until it has ended, or take another port: {other_port}\d+$", found)
     assert roles.status(second, "generate")["alive"] is False
     elsewhere = config.load(CPU_CONFIG, [*second.origin.overrides, f"run.dir={tmp_path / 'elsewhere'}"])
-    assert known in (found := str(roles.missing(elsewhere, "generate"))) and "kill" not in found
+    assert known in (found := str(roles.why_unready(elsewhere, "generate"))) and "kill" not in found
 
 
 def test_a_caller_whose_flags_name_the_port_is_no_server_at_it(role):
@@ -460,11 +460,11 @@ def test_a_stage_that_looks_for_its_server_at_another_address_is_given_the_right
     url, port = up.servers.generate.url, free_port()
     by_hand = config.load(CPU_CONFIG, [*up.origin.overrides, f"servers.generate.url=http://127.0.0.1:{port}"])
     with pytest.raises(ConfigError) as error:
-        roles.check(by_hand, "generate")
+        roles.require_ready(by_hand, "generate")
     said = f"this run's server generate runs at {url}: give this command --set servers.generate.url={url} ("
     assert str(error.value).startswith(f"server generate: {said}") and "bring it up" not in str(error.value)
     there = config.load(CPU_CONFIG, [*by_hand.origin.overrides, f"servers.generate.url={url}"])
-    assert roles.missing(there, "generate") is None
+    assert roles.why_unready(there, "generate") is None
     with caplog.at_level("INFO"):
         roles.up(by_hand, "generate")
     moved = f"server generate of this run runs at {url} with other arguments, and no process uses it: stopping it"
@@ -505,7 +505,7 @@ def test_a_server_that_boots_and_no_run_has_recorded_is_named_with_what_to_do(ro
         advice = "which no run here has recorded; wait until it has ended, or take another port: --set servers."
         assert advice in str(caught.value) and "kill" not in str(caught.value)
         assert str(caught.value) in list(preflight.ports(run_config))
-        assert advice in str(roles.missing(run_config, "generate"))
+        assert advice in str(roles.why_unready(run_config, "generate"))
         assert orphan.poll() is None
     finally:
         orphan.kill()
@@ -533,7 +533,7 @@ def test_no_environment_stands_before_the_health_check(role, hostile):  # noqa: 
     """Seam B01"""
     run_config = role()
     roles.up(run_config, "generate")
-    assert roles.missing(run_config, "generate") is None
+    assert roles.why_unready(run_config, "generate") is None
 
 
 def test_a_server_in_a_container_has_ports_of_its_own(role, tmp_path):
@@ -563,7 +563,7 @@ def test_a_malformed_reply_is_a_reason_and_never_an_error_of_the_health_check(ro
             return BROKEN_REPLIES[kind]
 
     with Broken() as listener:
-        found = roles.missing(role(kind="external", url=listener.url), "generate")
+        found = roles.why_unready(role(kind="external", url=listener.url), "generate")
     assert found.cause in (Cause.ERROR, Cause.NO_ANSWER)
 
 
@@ -652,7 +652,7 @@ def test_a_server_that_another_process_of_the_run_uses_is_neither_replaced_nor_s
         refused = f"in use by process {other.pid} \\(.*; wait until it has ended, or stop it"
         with pytest.raises(ConfigError, match=refused), roles.serving(run_config, "generate", **drafter):
             pass
-        assert process.birth(leader) and roles.missing(run_config, "generate") is None
+        assert process.start_time(leader) and roles.why_unready(run_config, "generate") is None
     finally:
         other.communicate("\n", timeout=60)
     assert other.returncode == 0 and not process.members(leader)
@@ -759,7 +759,7 @@ def test_a_unit_is_started_waited_for_and_stopped(role, machine):
     run_config = role(kind="systemd", unit="vllm-test")
     machine.unit(run_config)
     roles.up(run_config, "generate")
-    roles.check(run_config, "generate")
+    roles.require_ready(run_config, "generate")
     roles.down(run_config, "generate")
     assert not roles.alive(run_config, "generate")
     assert [call for call in machine.calls() if not call.startswith("show")][:3] == [
@@ -807,7 +807,7 @@ def test_a_units_folder_is_linked_to_the_run_and_another_run_restarts_it(role, m
     roles.up(first, "generate")
     assert link.resolve() == (tmp_path / "smollm2_cpu/02_hidden_states").resolve()
     other = config.load(CPU_CONFIG, [*first.origin.overrides, "run.name=other"])
-    assert "writes for another run" in str(roles.missing(other, "generate"))
+    assert "writes for another run" in str(roles.why_unready(other, "generate"))
     roles.up(other, "generate")
     assert link.resolve() == (tmp_path / "other/02_hidden_states").resolve()
     changes = [call.split()[0] for call in machine.calls() if call.startswith("st")]
@@ -926,7 +926,7 @@ def test_real_systemd_starts_restarts_and_stops_a_unit(role, manager):
         time.sleep(0.05)
     roles.wait(run_config, "generate")
     roles.down(run_config, "generate")
-    assert not roles.alive(run_config, "generate") and process.birth(main) is None
+    assert not roles.alive(run_config, "generate") and process.start_time(main) is None
     assert not list(preflight.units(run_config))
     roles.up(run_config, "generate")  # beyond the start limit
     roles.down(run_config, "generate")
@@ -957,11 +957,11 @@ def test_real_systemd_keeps_a_start_waiting_for_what_conflicts_and_it_counts_as_
 def test_a_server_is_not_ready_before_the_gpus_hold_the_model(role, machine):
     run_config = role(gpus=[0])
     command_server.start(run_config, "generate", roles.command(run_config, "generate"))
-    while (found := roles.missing(run_config, "generate")).cause is Cause.NO_ANSWER:
+    while (found := roles.why_unready(run_config, "generate")).cause is Cause.NO_ANSWER:
         time.sleep(0.1)
     assert found.cause is Cause.LOADING and "GPU 0 does not hold its 0.3 GiB" in str(found)
     machine.memory(300)
-    assert roles.missing(run_config, "generate") is None
+    assert roles.why_unready(run_config, "generate") is None
 
 
 def test_memory_that_stays_after_down_is_reported_with_its_processes(role, machine):

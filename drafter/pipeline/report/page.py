@@ -14,7 +14,7 @@ from drafter import checked, config, disk, errors, files, run_files, stage
 from drafter.acceptance.wording import caveats, length, named, recommendation
 from drafter.errors import ConfigError
 from drafter.pipeline.report import charts, elements
-from drafter.pipeline.run_state import NOT_ASKED, Found, seconds_of
+from drafter.pipeline.run_state import NOT_ASKED, RunState, seconds_of
 
 NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
 HISTOGRAM_ROWS = 50_000
@@ -54,12 +54,12 @@ STYLE = Path(__file__).with_name("report.css")
 def write(run_config: config.Config) -> Path:
     """Write `report.html` of a run and return its path."""
     path = run_config.run_dir / "report.html"
-    text = page(Found(run_config))
+    text = page(RunState(run_config))
     files.write_text(path, text.encode(errors="backslashreplace").decode())  # a file's name may be no text
     return path
 
 
-def page(found: Found) -> str:
+def page(found: RunState) -> str:
     name = escape(found.config.run.name)
     sections = [
         verdict(found),
@@ -91,7 +91,7 @@ def page(found: Found) -> str:
 # The sections, in the order of the page
 
 
-def verdict(found: Found) -> str:
+def verdict(found: RunState) -> str:
     """What a person wants to know first: better or not, or why there is no answer."""
     if found.acceptance:
         head = found.acceptance["headline"]
@@ -111,15 +111,17 @@ def verdict(found: Found) -> str:
             advice += f" Decoding is {head['speed_up']:.2f} times as fast as without a drafter."
         return elements.box(tone, said, advice)
     if trouble := found.trouble():
-        code = found.seen(trouble.at).get("exit_code")
+        code = found.pipeline_record(trouble.at).get("exit_code")
         where = f"{trouble.how} in {escape(trouble.at)}" if trouble.at else f"{trouble.how} before the first stage"
-        return elements.box("bad", f"No drafter yet: {where}", f"{escape(trouble.reason)}; {errors.what_next(code)}.")
-    standing = {name: found.stands(name) for name in config.STAGES}
+        return elements.box(
+            "bad", f"No drafter yet: {where}", f"{escape(trouble.reason)}; {errors.next_action(code)}."
+        )
+    standing = {name: found.status(name) for name in config.STAGES}
     begun = [f"{name} {said}" for name, said in standing.items() if said != "not begun"]
     return elements.box("wait", "Not measured yet", escape(", ".join(begun) or "Not begun") + ".")
 
 
-def acceptance(found: Found) -> str:
+def acceptance(found: RunState) -> str:
     if not found.acceptance:
         return ""
     head = found.acceptance["headline"]
@@ -140,26 +142,26 @@ def acceptance(found: Found) -> str:
     return elements.section("Acceptance", body)
 
 
-def _prompt_sources(found: Found) -> str:
+def _prompt_sources(found: RunState) -> str:
     """How many prompts of each source every prompt set holds: a length says nothing of other sources."""
     sets = found.acceptance.get("prompt_sets", [])
     body = [[one["name"], source, count] for one in sets for source, count in one.get("sources", {}).items()]
     return elements.table(["prompt set", "source", "prompts"], body) if body else ""
 
 
-def timeline(found: Found) -> str:
+def timeline(found: RunState) -> str:
     """Stages as planned and as they were; servers and repairs are part of a stage's time."""
     body = []
     for name in config.STAGES:
-        seen, manifest = found.seen(name), found.manifest(name)
+        seen, manifest = found.pipeline_record(name), found.manifest(name)
         began = seen.get("started") or seconds_of(manifest.get("started"))
         started = f"{datetime.fromtimestamp(began):%a %H:%M}" if began else ""
-        body.append([name, found.stands(name), found.minutes(name), *map(found.planned(name).get, SPREAD), started])
+        body.append([name, found.status(name), found.minutes(name), *map(found.planned(name).get, SPREAD), started])
     header = ["stage", "status", "actual min", "planned min", "at least", "at most", "last started"]
     return elements.section("Timeline", elements.table(header, body))
 
 
-def durations(found: Found) -> str:
+def durations(found: RunState) -> str:
     series = {
         "planned": [found.planned(name).get("typical") for name in config.STAGES],
         "actual": [found.minutes(name) for name in config.STAGES],
@@ -167,7 +169,7 @@ def durations(found: Found) -> str:
     return charts.bars("Minutes by stage", [NUMBERS[name] for name in config.STAGES], series, "stage", "min")
 
 
-def throughput(found: Found) -> list[str]:
+def throughput(found: RunState) -> list[str]:
     """Rate over time of 01b and 02, from their recorded progress; of 04, from its metrics."""
     drawn = []
     for name, what in (("01b_synthetic", "Generation"), ("02_hidden_states", "Extraction")):
@@ -182,9 +184,9 @@ def throughput(found: Found) -> list[str]:
     return drawn
 
 
-def lengths(found: Found) -> str:
+def lengths(found: RunState) -> str:
     """Tokens of each row, all of it and what training sees of it."""
-    index = checked.records(
+    index = checked.records_or_empty(
         found.config.stage_dir("02_hidden_states") / "index.jsonl", run_files.Indexed, HISTOGRAM_ROWS
     )
     if not index:
@@ -193,7 +195,7 @@ def lengths(found: Found) -> str:
     return charts.bars("Length of rows", labels, {"rows": heights}, "tokens", "rows")
 
 
-def training(found: Found) -> list[str]:
+def training(found: RunState) -> list[str]:
     trained = [r for r in found.metrics if r.get("kind") == "train"]
     validated = [r for r in found.metrics if r.get("kind") == "validation"]
 
@@ -216,7 +218,7 @@ def training(found: Found) -> list[str]:
     ]
 
 
-def per_position(found: Found) -> str:
+def per_position(found: RunState) -> str:
     measured = [m for m in found.acceptance.get("measurements", []) if m["per_position"]]
     if not measured:
         return ""
@@ -231,7 +233,7 @@ def per_position(found: Found) -> str:
     )
 
 
-def rows(found: Found) -> str:
+def rows(found: RunState) -> str:
     body = []
     for name, m in found.manifests.items():
         if m and "in" in m:
@@ -242,7 +244,7 @@ def rows(found: Found) -> str:
         return ""
     counted: Counter = Counter()
     for name in ("01b_synthetic", "02_hidden_states"):
-        for record in checked.records(found.config.stage_dir(name) / "rejected.jsonl", run_files.Rejected):
+        for record in checked.records_or_empty(found.config.stage_dir(name) / "rejected.jsonl", run_files.Rejected):
             counted[name, record.get("source", ""), record.get("reason", "")] += 1
     reasons: dict[str, list[list]] = {"rejected in": [], "not asked in": []}
     for key, count in sorted(counted.items()):
@@ -255,7 +257,7 @@ def rows(found: Found) -> str:
     )
 
 
-def space(found: Found) -> str:
+def space(found: RunState) -> str:
     body = []
     for name in config.STAGES:
         folder = found.config.stage_dir(name)
@@ -267,14 +269,14 @@ def space(found: Found) -> str:
     return elements.section("Disk", table + f'<p class="soft">{free} free.</p>')
 
 
-def rerun(found: Found) -> str:
+def rerun(found: RunState) -> str:
     own = [name for name in config.STAGES if name not in found.config.run.take]
     lines = [found.config.pipeline("--only", NUMBERS[name]) for name in own]
     hint = '<p class="soft">A finished stage has nothing to do: remove its folder first.</p>'
     return elements.section("Run a stage again", f"<pre>{escape(chr(10).join(lines))}</pre>{hint}")
 
 
-def versions(found: Found) -> str:
+def versions(found: RunState) -> str:
     newest = next((m["versions"] for m in reversed(found.manifests.values()) if m and "versions" in m), None)
     return (
         elements.section("Versions", elements.table(["package", "version"], [list(item) for item in newest.items()]))
@@ -305,7 +307,7 @@ def _rates(progressed: list[dict]) -> tuple[list[tuple[float, float]], str]:
 
 def main(argv: list[str] | None = None) -> int:
     def body(run_config: config.Config, _args) -> None:
-        if not Found(run_config).begun():
+        if not RunState(run_config).has_begun():
             raise ConfigError(f"run {run_config.run.name} has not begun ({run_config.run_dir})")
         print(write(run_config))
 
