@@ -90,7 +90,8 @@ def find_drafters(config: Config) -> dict[str, Path | None]:
         known = {NONE: None, WARM_START: config.train.warm_start, RUN: export.folder(config)}
         found[label] = known[label] if label in known else ROOT / label
         if folder := found[label]:
-            eagle3_folder.check_folder(folder, config.target)
+            check = eagle3_folder.check_folder if label in known else eagle3_folder.check_rival
+            check(folder, config.target)
         if label == RUN:
             export.check_exported(config)
     return found

@@ -119,11 +119,15 @@ def target(run_config: config.Config) -> Iterator[str]:
 
 def reference(run_config: config.Config) -> Iterator[str]:
     """The drafters to start from, to export like and to compare with open, and draft for this target."""
-    others = [config.ROOT / label for label in run_config.acceptance.drafters if label not in (NONE, WARM_START, RUN)]
-    for folder in dict.fromkeys([run_config.train.warm_start, run_config.export.reference, *others]):
+    checks = {run_config.train.warm_start: eagle3_folder.check_folder}
+    checks |= {run_config.export.reference: eagle3_folder.check_folder}
+    for label in run_config.acceptance.drafters:
+        if label not in (NONE, WARM_START, RUN):
+            checks.setdefault(config.ROOT / label, eagle3_folder.check_rival)
+    for folder, check in checks.items():
         try:
             if folder:
-                eagle3_folder.check_folder(folder, run_config.target)
+                check(folder, run_config.target)
         except StageError as error:
             yield str(error)
 

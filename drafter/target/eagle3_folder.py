@@ -184,6 +184,31 @@ def check_folder(folder: Path, target: Target) -> Tensors:
     return tensors
 
 
+def check_rival(folder: Path, target: Target) -> None:
+    """A drafter that is served for comparison and never trained from may have any form that the engine knows.
+
+    Other forms are speculators', EAGLE-3.1 with its extra norms, and MLA drafters. One of our own form must pass
+    `check_folder`. Raises ConfigError when there is no drafter, ContractError when one cannot be read or drafts for
+    another model.
+    """
+    config = read_config(folder)
+    options = config | (config.get("eagle_config") or {})
+    if config.get("architectures") == [ARCHITECTURE] and not any(options.get(key) for key in UNSUPPORTED):
+        check_folder(folder, target)
+        return
+    shape = config | (config.get("transformer_layer_config") or {})
+    hidden = config.get("target_hidden_size") or shape.get("hidden_size")
+    wanted = target.architecture
+    for key, value, own in (
+        ("vocab_size", shape.get("vocab_size"), wanted.vocab_size),
+        ("hidden_size", hidden, wanted.hidden_size),
+    ):
+        if value != own:
+            raise ContractError(f"drafter {folder}: {CONFIG}: {key} is {value!r}, the target's is {own}")
+    for _ in _files(folder):
+        pass
+
+
 def check_config(config: dict[str, Any], target: Target) -> None:
     """Raises ContractError unless this config drafts for this target, reading the layers the states came from."""
     architecture = target.architecture

@@ -233,3 +233,45 @@ def test_identity_is_content(drafter, target):
     held[60, 200] += 1
     change(drafter, **{"fc.weight": held})
     assert eagle3_folder.identity(drafter) != before
+
+
+def write_speculators_form(folder: Path, native: Path, **changes) -> None:
+    """The same drafter as speculators 0.9 saves it: the layer's config nested, tensors under other names."""
+    held, settings = load_file(native / eagle3_folder.WEIGHTS), json.loads((native / "config.json").read_text())
+    layer = {key: settings[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "model_type")}
+    folder.mkdir()
+    save_file({name.replace("midlayer.", "layers.0."): t for name, t in held.items()}, folder / "model.safetensors")
+    own = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "fc_norm": True,
+        "transformer_layer_config": layer | changes,
+    }
+    (folder / "config.json").write_text(json.dumps(own))
+
+
+def test_a_rival_may_have_another_form_and_other_layers(drafter, target, tmp_path):
+    """Only the engine reads it; what is trained or exported is held to one form."""
+    write_speculators_form(tmp_path / "rival", drafter)
+    eagle3_folder.check_rival(tmp_path / "rival", target)
+    assert "architectures" in refusal(tmp_path / "rival", target)
+
+
+def test_a_rival_of_another_model_or_a_broken_one_is_refused_by_name(drafter, target, tmp_path):
+    write_speculators_form(tmp_path / "words", drafter, vocab_size=7)
+    write_speculators_form(tmp_path / "width", drafter, hidden_size=9)
+    write_speculators_form(tmp_path / "torn", drafter)
+    weights = tmp_path / "torn/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    for name, fault in (("words", "vocab_size is 7"), ("width", "hidden_size is 9"), ("torn", "is broken")):
+        with pytest.raises(ContractError, match=fault):
+            eagle3_folder.check_rival(tmp_path / name, target)
+    with pytest.raises(ConfigError, match="no drafter at"):
+        eagle3_folder.check_rival(tmp_path / "nowhere", target)
+
+
+def test_a_rival_of_our_form_is_held_to_all_of_it(drafter, target):
+    change(drafter, **{"lm_head.weight": None})
+    with pytest.raises(ContractError, match=r"lm_head\.weight is missing"):
+        eagle3_folder.check_rival(drafter, target)
