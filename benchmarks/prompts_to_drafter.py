@@ -2,11 +2,13 @@
 
     python -m benchmarks.prompts_to_drafter ours --prompts mix.jsonl --out DIR --gpu 0
     python -m benchmarks.prompts_to_drafter speculators --prompts mix.jsonl --out DIR --gpu 1
+    python -m benchmarks.prompts_to_drafter served --prompts mix.jsonl --out DIR --gpu 0 --measure gsm8k.jsonl ...
 
 The same prompts, model, sampling, draft vocabulary, packs, epochs and learning rate. `ours` is run_pipeline.sh from
 01b to 04. `speculators` is a plain vLLM server and `regenerate-responses`; then `prepare-data`; then a server with
 vLLM's own extraction connector and `generate-offline-data`; then `train`. Both pay for their servers' starts.
-Both resume: the same command goes on after the last step that ended. Prints `METRIC name value` lines: wall seconds
+`served` exports ours and measures both drafters and no drafter with stage 06, on the prompts of `--measure`.
+All resume: the same command goes on after the last step that ended. Prints `METRIC name value` lines: wall seconds
 of each step with its server, and of all. `--prompts` is JSON Lines with `messages`.
 """
 
@@ -38,6 +40,9 @@ from speculators.train.config import TrainConfig
 if __name__ == "__main__":
     main(TrainConfig.resolve())
 """
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without compilation, whose boots outlast the measuring
+CELL = ("concurrency", "num_speculative_tokens", "temperature")
+CELLS = ((32, 3, 0), (32, 3, 1), (8, 3, 0), (32, 7, 0), (32, 7, 1))
 STAGES = {"01b_synthetic": "01b", "02_hidden_states": "02", "04_train": "04"}
 
 
@@ -162,6 +167,30 @@ def speculators(args: argparse.Namespace) -> None:
     steps.total()
 
 
+def served(args: argparse.Namespace) -> None:
+    others = [args.out.resolve() / "speculators/drafter/checkpoint_best"]
+    rivals = [str(folder) for folder in others if folder.exists()]
+    prompts = [{"name": path.stem, "path": str(path.resolve()), "turns": "first"} for path in args.measure]
+    values = {
+        "acceptance.drafters": ["none", "run", *rivals], "acceptance.prompts": prompts, "acceptance.max_prompts": 80,
+        "acceptance.max_tokens": 256, "acceptance.cells": [dict(zip(CELL, cell, strict=True)) for cell in CELLS],
+        "servers.evaluate.args.compilation-config": GRAPHS,
+    }  # fmt: skip
+    sets = [
+        *settings(args, "ours"),
+        *(f"{key}={json.dumps(value)}" for key, value in values.items()),
+        *args.overrides,
+    ]
+    for script in ("05_export_checkpoint.py", "06_measure_acceptance.py"):
+        line = [sys.executable, str(ROOT / script), "--config", str(args.config)]
+        run([*line, *(part for entry in sets for part in ("--set", entry))], os.environ | gpu(args))
+    report = json.loads((args.out / "ours/06_acceptance/acceptance.json").read_text())
+    for each in report["measurements"]:
+        name = "_".join(str(each[key]) for key in ("drafter", "prompt_set", *CELL)).rpartition("/")[2]
+        for figure in ("acceptance_length", "tokens_per_second"):
+            metric(f"{name}_{figure}", each[figure] or 0)
+
+
 def conversation(line: str) -> str:
     question = next(m["content"] for m in json.loads(line)["messages"] if m["role"] == "user")
     return json.dumps({"conversations": [{"from": "human", "value": question}]}) + "\n"
@@ -190,13 +219,14 @@ def run(line: list[str], environment: dict[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", choices=("ours", "speculators"))
+    parser.add_argument("program", choices=("ours", "speculators", "served"))
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--config", type=Path, default=ROOT / "configs/smollm2_gpu.yaml")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--gpu", type=int, help="the one to use; without it, whatever there is")
     parser.add_argument("--port", type=int, default=8201)
+    parser.add_argument("--measure", type=Path, nargs="*", default=[], help="prompts for `served`")
     parser.add_argument("--count", type=int, default=6000)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--draft-vocab", type=int, default=32000)
@@ -205,7 +235,7 @@ def main() -> None:
     parser.add_argument("--pack", type=int, default=4096)
     args = parser.parse_args()
     signals.listen(*signals.wanted())  # a cut call takes its server down
-    {"ours": ours, "speculators": speculators}[args.program](args)
+    {"ours": ours, "speculators": speculators, "served": served}[args.program](args)
 
 
 if __name__ == "__main__":
