@@ -2,6 +2,7 @@
 
 - `make_tiny_mla`: a DeepSeek-V3 (MLA, experts, untied head) with a byte-level tokenizer.
 - `make_tiny_kimi`: the same, nested the way Kimi-K2.5 is (`language_model.` names, `text_config`).
+- `make_int4`: either of them with experts in the published INT4 form (compressed-tensors, pack-quantized).
 - `make_drafter`: an EAGLE-3 drafter in the published native layout, for any target folder.
 """
 
@@ -27,6 +28,19 @@ WRITTEN = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool
            "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<think>", "</think>")  # fmt: skip
 TOKEN_IDS = {token: 256 + position for position, token in enumerate(SPECIAL + WRITTEN)}
 THINK, THINK_END, IM_END = TOKEN_IDS["<think>"], TOKEN_IDS["</think>"], TOKEN_IDS["<|im_end|>"]
+
+GROUP = 32  # weights that share a scale
+QUANTIZATION = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": None, "output_activations": None,
+        "weights": {
+            "num_bits": 4, "type": "int", "symmetric": True, "dynamic": False,
+            "strategy": "group", "group_size": GROUP,
+        },
+    }},
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+}  # fmt: skip
 
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -86,6 +100,25 @@ def make_tiny_kimi(folder: Path, seed: int = 0) -> Path:
         "max_num_frames_each_video": None, "temporal_merge_kernel_size": 4, "timestamp_mode": "hh:mm:ss.fff",
     }  # fmt: skip
     _write_json(folder / "preprocessor_config.json", {"media_proc_cfg": vision})
+    return folder
+
+
+def make_int4(folder: Path) -> Path:
+    """Quantize the routed experts of a model folder in place, as Kimi-K2.5's are, and return it."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if ".mlp.experts." in name]:
+        weight, stem = weights.pop(name).float(), name.removesuffix("weight")
+        groups = weight.view(len(weight), -1, GROUP)
+        scale = groups.abs().amax(-1, keepdim=True).div(7).bfloat16()
+        codes = (groups / scale.float()).round().clamp(-8, 7).add(8).to(torch.int64).view(len(weight), -1, 8)
+        words = (codes << torch.arange(0, 32, 4)).sum(-1)
+        weights[f"{stem}weight_packed"] = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        weights[f"{stem}weight_scale"] = scale[..., 0].contiguous()
+        weights[f"{stem}weight_shape"] = torch.tensor(weight.shape)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (config.get("text_config") or config)["quantization_config"] = QUANTIZATION
+    _write_json(folder / "config.json", config)
     return folder
 
 

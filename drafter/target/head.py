@@ -41,7 +41,7 @@ class Verifier:
 def read_verifier(model: Path) -> Verifier:
     """Raises ConfigError when the folder lacks one of the three tensors, the head too where it is not tied."""
     architecture = read_architecture(model)
-    files = _files_by_tensor(model)
+    files = files_by_tensor(model)
     embed = _read(model, files, EMBED)
     tied = architecture.tie_word_embeddings
     if tied is None:
@@ -53,7 +53,7 @@ def read_verifier(model: Path) -> Verifier:
 def read_last_layer(model: Path) -> dict[str, Tensor]:
     """The last decoder layer's tensors, routed experts left out, by their names inside it (`mlp.up_proj.weight`)."""
     prefix = f"layers.{read_architecture(model).num_layers - 1}."
-    files = _files_by_tensor(model)
+    files = files_by_tensor(model)
     found = {}
     for name in files:
         before, inside, within = name.partition(prefix)
@@ -77,7 +77,8 @@ def _matches(name: str, suffix: str) -> bool:
     return name == suffix or name.endswith(f".{suffix}")
 
 
-def _files_by_tensor(model: Path) -> dict[str, Path]:
+def files_by_tensor(model: Path) -> dict[str, Path]:
+    """The safetensors file that holds each tensor. Raises ConfigError when one, or their index, is broken."""
     index = model / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -91,10 +92,16 @@ def _files_by_tensor(model: Path) -> dict[str, Path]:
     return names
 
 
-def _read(model: Path, files: dict[str, Path], suffix: str) -> Tensor:
-    # The text model's own tensor has the shortest name; a vision tower's or an MTP layer's copy has a longer one.
+def find(model: Path, files: dict[str, Path], suffix: str) -> str:
+    """The whole name of the text model's own tensor. Raises ConfigError when the folder has none."""
+    # It has the shortest name; a vision tower's or an MTP layer's copy has a longer one.
     matching = sorted((name for name in files if _matches(name, suffix)), key=len)
     if not matching:
         raise ConfigError(f"target.model: no tensor *{suffix} in {model}")
-    with _opened(files[matching[0]]) as file:
-        return file.get_tensor(matching[0])
+    return matching[0]
+
+
+def _read(model: Path, files: dict[str, Path], suffix: str) -> Tensor:
+    name = find(model, files, suffix)
+    with _opened(files[name]) as file:
+        return file.get_tensor(name)
