@@ -233,7 +233,7 @@ def post_all(
 
     Raises TimeoutError after `limit` seconds.
     """
-    settings, name = getattr(run_config.servers, role), run_config.target.served_name
+    settings, name = run_config.server(role), run_config.target.served_name
     prompts: list[list[list[int]]] = [[]]
     for ids in rows:
         if prompts[-1] and sum(map(len, prompts[-1])) + len(ids) > together:

@@ -65,7 +65,7 @@ def turn(args: argparse.Namespace, variant: str, number: int) -> None:
 
 def answer(args, variant: str, name: str, served: config.Config, count: int) -> tuple[dict, float]:
     """Stage 01b over `count` prompts on the server that is up: its summary and wall seconds."""
-    url = getattr(served.servers, ROLE).url
+    url = served.server(ROLE).url
     sets = [*settings(args, variant, name), f"servers.{ROLE}.kind=external", f"servers.{ROLE}.url={url}"]
     line = [sys.executable, str(ROOT / "01b_generate_synthetic.py"), "--config", str(args.config)]
     line += ["--limit", str(count), *(part for entry in sets for part in ("--set", entry))]

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import checked, config, files, locks, run_files, run_locks, stage
+from drafter import checked, files, locks, run_files, run_locks, stage
+from drafter.config import ROOT, STAGES, Config, StageName
 from drafter.errors import ConfigError, StageError
 
 log = logging.getLogger("drafter")
@@ -23,7 +24,7 @@ log = logging.getLogger("drafter")
 FREED_BY = {"02_hidden_states": "05_export", "04_train": "05_export"}
 FREED_LOG = "freed.jsonl"
 BESIDE_RUNS = (FREED_LOG, "smoke.json", "engine.json", "target_fingerprints.json")  # what runs share in `run.dir`
-IN_RUNS = (*config.STAGES, "pipeline.json", locks.LOCK)  # one of them makes a folder a run
+IN_RUNS = (*STAGES, "pipeline.json", locks.LOCK)  # one of them makes a folder a run
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,18 @@ def usage(folder: Path) -> int:
     return total
 
 
-def survey(run_config: config.Config) -> list[Held]:
+def survey(config: Config) -> list[Held]:
     """Every stage folder below `run.dir`, the largest first, each with what `clean` thinks of it."""
     held = []
-    runs = runs_in(run_config.run.dir)
+    runs = runs_in(config.run.dir)
     needed = _needed(runs)
     for run in runs:
         left = [path.name for name in FREED_BY for path in sorted(run.glob(f"{name}.*{files.PART}"))]
-        for name in [*config.STAGES, *left]:
+        for name in [*STAGES, *left]:
             folder = run / name
             if folder.is_dir() and not folder.is_symlink():
                 busy = in_use(run, name)
-                proposed, why = (False, busy) if busy else _judge(run, name, run_config, needed)
+                proposed, why = (False, busy) if busy else _judge(run, name, config, needed)
                 held.append(Held(run, name, usage(folder), _status(folder), proposed, why, bool(busy)))
     return sorted(held, key=lambda each: -each.bytes)
 
@@ -86,7 +87,7 @@ def strangers(run_dir: Path) -> Iterator[str]:
     for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
         if path not in runs and path.name not in BESIDE_RUNS:
             yield f"not of a run, left alone: {path}"
-    for path in (run / name for run in runs for name in config.STAGES):
+    for path in (run / name for run in runs for name in STAGES):
         if path.is_symlink():
             yield f"a link, left alone: {path} -> {path.readlink()}"
 
@@ -98,7 +99,7 @@ def _status(folder: Path) -> str:
         return "unreadable"
 
 
-def _judge(run: Path, name: str, run_config: config.Config, needed: dict[Path, str]) -> tuple[bool, str]:
+def _judge(run: Path, name: str, config: Config, needed: dict[Path, str]) -> tuple[bool, str]:
     """Whether a stage folder that is not in use may go, and why or why not."""
     if name.endswith(files.PART):
         return True, "left by an interrupted clean"
@@ -108,9 +109,9 @@ def _judge(run: Path, name: str, run_config: config.Config, needed: dict[Path, s
         own = _run_settings(run / name)
     except (StageError, OSError):
         return False, "its config.yaml cannot be read"
-    if name in own.get("keep", ()) or name in run_config.run.keep:
+    if name in own.get("keep", ()) or name in config.run.keep:
         return False, "kept by run.keep"
-    if (run / name).resolve() in {path.resolve() for path in run_config.run.take.values()}:
+    if (run / name).resolve() in {path.resolve() for path in config.run.take.values()}:
         return False, "taken by this config"
     if taker := needed.get((run / name).resolve()):
         return False, f"taken by run {taker}, which is not complete"
@@ -124,14 +125,14 @@ def _needed(runs: list[Path]) -> dict[Path, str]:
     found = {}
     for run in runs:
         taken: dict[str, str] = {}
-        for name in config.STAGES:
+        for name in STAGES:
             try:
                 taken |= _run_settings(run / name).get("take", {})
             except (StageError, OSError) as error:
                 log.info("%s; what its run takes from others is not known", error)
-        own = (name for name in config.STAGES if name not in taken)
+        own = (name for name in STAGES if name not in taken)
         if any(_status(run / name) != "complete" for name in own):
-            found |= {(config.ROOT / folder).resolve(): run.name for folder in taken.values()}
+            found |= {(ROOT / folder).resolve(): run.name for folder in taken.values()}
     return found
 
 
@@ -142,7 +143,7 @@ def _run_settings(folder: Path) -> dict[str, Any]:
 
 def in_use(run: Path, name: str) -> str:
     """Who works in a run, its pipeline or a stage by hand, or reads one of its folders; empty when nobody does."""
-    stages = [place for each in config.STAGES for place in run_locks.workers(run / each)]
+    stages = [place for each in STAGES for place in run_locks.workers(run / each)]
     for place in [run] * locks.in_use(run) + stages:
         return f"the run is running{locks.describe(place)}"
     return "another process reads it" if locks.in_use(run / name, readers=True) else ""
@@ -183,13 +184,13 @@ def clean(held: list[Held], freed_log: Path) -> int:
     return freed
 
 
-def freed(run_dir: Path) -> list[config.StageName]:
+def freed(run_dir: Path) -> list[StageName]:
     """The stages of a run whose folders `clean` removed and no rerun has made again."""
     paths = [
         Path(record["freed"]) for record in checked.records_or_empty(run_dir.parent / FREED_LOG, run_files.Freed)
     ]
     names = {path.name for path in paths if path.parent.name == run_dir.name}
-    return [name for name in config.STAGES if name in names and not (run_dir / name).exists()]
+    return [name for name in STAGES if name in names and not (run_dir / name).exists()]
 
 
 def _free(each: Held) -> None:
@@ -229,12 +230,12 @@ def main(argv: list[str] | None = None) -> int:
     return stage.run_tool("disk", _command, arguments, argv)
 
 
-def _command(run_config: config.Config, args: argparse.Namespace) -> None:
-    held = survey(run_config)
+def _command(config: Config, args: argparse.Namespace) -> None:
+    held = survey(config)
     if args.folders:
-        held = naming(held, args.folders, run_config.run.dir)
+        held = naming(held, args.folders, config.run.dir)
     print(table(held))
-    for line in strangers(run_config.run.dir):
+    for line in strangers(config.run.dir):
         print(line)
     if args.verb == "du":
         return
@@ -243,7 +244,7 @@ def _command(run_config: config.Config, args: argparse.Namespace) -> None:
         if each.busy and named & {each.name, each.run.name}:
             print(f"keeps {each.folder}: {each.why}")
     if args.yes:
-        print(f"{files.size(clean(held, run_config.run.dir / FREED_LOG))} freed")
+        print(f"{files.size(clean(held, config.run.dir / FREED_LOG))} freed")
         return
     would = [each for each in held if each.proposed]
     for each in would:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic refuses typing's own before Python 3.12
 
-from drafter import config
 from drafter.checked import LISTED, OPEN
+from drafter.config import STAGES, StageName
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Bytes = Annotated[float, Field(ge=0, le=2**63)]
@@ -48,9 +48,9 @@ class State(Process):
     """pipeline.json"""
 
     status: str
-    stage: NotRequired[config.StageName | None]
+    stage: NotRequired[StageName | None]
     stages: dict[str, StageRecord]
-    asked: NotRequired[list[config.StageName]]
+    asked: NotRequired[list[StageName]]
     error: NotRequired[str | None]
     production: NotRequired[list[str]]
     home: NotRequired[str]
@@ -92,7 +92,7 @@ class Resolved(TypedDict):
     acceptance: NotRequired[Asked]
 
 
-Plan = OPEN(TypedDict("Plan", dict.fromkeys(config.STAGES, Planned), total=False))  # plan.json
+Plan = OPEN(TypedDict("Plan", dict.fromkeys(STAGES, Planned), total=False))  # plan.json
 
 
 class Facts(TypedDict, total=False):

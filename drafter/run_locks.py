@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from drafter import config, files, locks, signals
+from drafter import files, locks, signals
+from drafter.config import STAGES, Config, StageName
 from drafter.errors import ConfigError
 
 log = logging.getLogger("drafter")
@@ -22,9 +23,9 @@ STOP_SECONDS = 150  # a stage of a killed pipeline has been asked to stop, and s
 
 @contextlib.contextmanager
 def stage(
-    run_config: config.Config,
-    name: config.StageName,
-    reads: tuple[config.StageName, ...],
+    config: Config,
+    name: StageName,
+    reads: tuple[StageName, ...],
     own: Callable[[str, list[Path]], contextlib.AbstractContextManager] | None = None,
 ) -> Iterator[None]:
     """Work as a stage, reading the folders of the stages `reads`. What killed calls left in its folder is removed.
@@ -33,16 +34,16 @@ def stage(
     there and what that reads. Raises ConfigError, and has written nothing, while a pipeline that did not start this
     process works on the run, or another process works in the stage's folder, reads it, or works in one of `reads`.
     """
-    folder, run_dir = run_config.run_dir / name, run_config.run_dir
+    folder, run_dir = config.run_dir / name, config.run_dir
     with contextlib.ExitStack() as held:
-        upstream = [run_config.stage_dir(each) for each in reads]
+        upstream = [config.stage_dir(each) for each in reads]
         for each in upstream:
             held.enter_context(locks.reading(each, theirs=each.parent != run_dir))
         who = f"{PIPELINE}: {name}" if locks.in_use(run_dir) else name
         try:
             held.enter_context((own or partial(locks.locked, folder))(who, upstream))
         except ConfigError:
-            if reader := _reader(run_config, folder):
+            if reader := _reader(config, folder):
                 raise ConfigError(f"another process is reading {folder}{reader}; wait for it or stop it") from None
             raise
         refuse_beside_pipeline(run_dir, name)  # one that began since
@@ -51,10 +52,10 @@ def stage(
         yield
 
 
-def _reader(run_config: config.Config, folder: Path) -> str:
+def _reader(config: Config, folder: Path) -> str:
     """The stage, of any run, that reads a folder and works now; empty where none is found."""
-    for name in config.STAGES:
-        for other in run_config.run.dir.glob(f"*/{name}"):
+    for name in STAGES:
+        for other in config.run.dir.glob(f"*/{name}"):
             for place in workers(other):
                 if str(folder.resolve()) in locks.holder(place).get("reads", ()):
                     return locks.describe(place)
@@ -73,19 +74,19 @@ def refuse_beside_pipeline(run_dir: Path, name: str) -> None:
 
 
 @contextlib.contextmanager
-def pipeline(run_config: config.Config) -> Iterator[None]:
+def pipeline(config: Config) -> Iterator[None]:
     """Work as the run's pipeline.
 
     Raises ConfigError while another process does, or a stage by hand works on the run. A stage that a killed
     pipeline had started is waited for.
     """
-    run_dir = run_config.run_dir
+    run_dir = config.run_dir
     with contextlib.ExitStack() as held:
-        taken = run_config.run.take.values()
+        taken = config.run.take.values()
         held.enter_context(locks.locked(run_dir, PIPELINE, taken))
         for folder in taken:
             held.enter_context(locks.reading(folder, theirs=True))
-        for name in config.STAGES:
+        for name in STAGES:
             _wait_for_stage(run_dir / name)
         for place in (run_dir, run_dir / "servers"):
             files.sweep(place, below=False)
@@ -120,7 +121,7 @@ def removing(run_dir: Path, name: str) -> Iterator[None]:
     Raises ConfigError while the run's pipeline or any of its stages works, or another process reads the folder.
     """
     with locks.locked(run_dir, "drafter.disk clean"), locks.locked(run_dir / name, "drafter.disk clean"):
-        for stage_name in config.STAGES:
+        for stage_name in STAGES:
             for place in workers(run_dir / stage_name):
                 if place != run_dir / name:
                     raise ConfigError(f"another process is working in {place}{locks.describe(place)}")

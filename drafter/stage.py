@@ -18,7 +18,6 @@ import yaml
 
 from drafter import (
     checked,
-    config,
     contracts,
     files,
     locks,
@@ -30,6 +29,7 @@ from drafter import (
     torchrun_env,
 )
 from drafter.cli import Parser, positive
+from drafter.config import ROOT, Config, StageName, load
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 from drafter.versions import versions
 
@@ -44,11 +44,11 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR
 class Stage:
     """One stage of one run: its config, its folder, its manifest."""
 
-    def __init__(self, name: config.StageName, run_config: config.Config, args: argparse.Namespace):
+    def __init__(self, name: StageName, config: Config, args: argparse.Namespace):
         self.name = name
-        self.config = run_config
+        self.config = config
         self.args = args
-        self.folder = run_config.stage_dir(name)
+        self.folder = config.stage_dir(name)
         self.counts = contracts.Counts()
         self.facts: dict[str, Any] = {}  # what the manifest records beside counts: rates, tables, notes
         self.started = time.time()
@@ -65,7 +65,7 @@ class Stage:
         """The settings under dotted `keys` that decide what a row means; paths stand for their content."""
         return {"schema": contracts.SCHEMA} | {key: _content_of(self.config, key) for key in sorted(keys)}
 
-    def require(self, upstream: config.StageName) -> dict:
+    def require(self, upstream: StageName) -> dict:
         """Manifest of an earlier stage, after checking that it answered today's question.
 
         Raises ConfigError when the stage has not run, or was asked something else.
@@ -81,7 +81,7 @@ class Stage:
 
     def lock(
         self,
-        *reads: config.StageName,
+        *reads: StageName,
         own: Callable[[str, list[Path]], contextlib.AbstractContextManager] | None = None,
     ) -> None:
         """Hold the stage's folder until the stage's summary is written, and the folders of the stages it `reads`.
@@ -156,16 +156,16 @@ class Stage:
         return manifest
 
 
-def _content_of(run_config: config.Config, key: str) -> Any:
+def _content_of(config: Config, key: str) -> Any:
     """A setting's value, or for a path the fingerprint of what is there."""
     if key == "schema":
         return contracts.SCHEMA
-    node: Any = run_config
+    node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
     if isinstance(node, Path):
         return files.fingerprint_path(node)
-    return None if node is None else run_config.value(key)  # an earlier version may have had other settings
+    return None if node is None else config.value(key)  # an earlier version may have had other settings
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -188,9 +188,9 @@ def read_resolved(folder: Path) -> dict | None:
         raise ContractError(f"{path} is broken ({' '.join(str(error).split())})") from None
 
 
-def read_taken(run_config: config.Config, name: config.StageName) -> dict | None:
+def read_taken(config: Config, name: StageName) -> dict | None:
     """Manifest of a stage taken from another run, None of the run's own. Raises ConfigError unless it is finished."""
-    folder = run_config.run.take.get(name)
+    folder = config.run.take.get(name)
     if folder is None:
         return None
     manifest = read_manifest(folder)
@@ -202,7 +202,7 @@ def read_taken(run_config: config.Config, name: config.StageName) -> dict | None
 def tool_parser(description: str, prog: str | None = None) -> Parser:
     """The arguments every command takes."""
     result = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--config", default=config.ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
+    result.add_argument("--config", default=ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     return result
 
@@ -217,7 +217,7 @@ def parser(description: str) -> Parser:
 
 def run_tool(
     name: str,
-    body: Callable[[config.Config, argparse.Namespace], int | None],
+    body: Callable[[Config, argparse.Namespace], int | None],
     arguments: Parser,
     argv: list[str] | None,
 ) -> int:
@@ -230,7 +230,7 @@ def run_tool(
     try:
         with signals.listening(*signals.wanted()):
             args = arguments.parse_intermixed_args(argv)  # options before, between and after the names
-            code = body(config.load(args.config, args.overrides), args)
+            code = body(load(args.config, args.overrides), args)
             sys.stdout.flush()
             return code or 0
     except BrokenPipeError:  # whoever reads has seen enough
@@ -246,7 +246,7 @@ def run_tool(
 
 
 def run_stage(
-    name: config.StageName,
+    name: StageName,
     body: Callable[[Stage], dict],
     arguments: argparse.ArgumentParser,
     argv: list[str] | None = None,
@@ -259,7 +259,7 @@ def run_stage(
     stage: Stage | None = None
     try:
         args = arguments.parse_args(argv)
-        stage = Stage(name, config.load(args.config, args.overrides), args)
+        stage = Stage(name, load(args.config, args.overrides), args)
         if not args.dry_run:
             run_locks.refuse_beside_pipeline(stage.config.run_dir, name)
         summary, code = body(stage), 0

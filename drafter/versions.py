@@ -4,7 +4,8 @@ import contextlib
 import importlib.metadata
 import platform
 
-from drafter import config, process
+from drafter import process
+from drafter.config import ROOT
 from drafter.errors import StageError
 
 PACKAGES = (
@@ -19,7 +20,7 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             result[package] = importlib.metadata.version(package)
     with contextlib.suppress(StageError):
-        described = process.run(["git", "describe", "--always", "--dirty"], 10, cwd=config.ROOT)
+        described = process.run(["git", "describe", "--always", "--dirty"], 10, cwd=ROOT)
         if described.returncode == 0:
             result["commit"] = described.stdout.strip()
     return result

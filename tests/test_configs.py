@@ -68,7 +68,7 @@ def test_the_readmes_config_of_ones_own_model_loads_and_needs_the_keys_it_calls_
     loaded = config.load(path)
     target = loaded.target
     for role in get_args(config.Role):
-        assert readiness.context_needed(loaded, role) <= getattr(loaded.servers, role).flags["max-model-len"]
+        assert readiness.context_needed(loaded, role) <= loaded.server(role).flags["max-model-len"]
     layers = target.layer_ids[-1]
     assert target.aux_layer_ids == (2, layers // 2, layers - 3)
     tree = yaml.safe_load(path.read_text())
@@ -131,7 +131,7 @@ def command_of(path) -> list[str]:
 
 @each_unit
 def test_a_unit_serves_what_its_role_asks_for(path, kimi):
-    roles = {role: getattr(kimi.servers, role) for role in ("generate", "extract")}
+    roles = {role: kimi.server(role) for role in ("generate", "extract")}
     role, own = next((role, own) for role, own in roles.items() if own.unit == path.stem)
     line = command_of(path)
     flags = dict(zip(line[3:], line[4:], strict=False))

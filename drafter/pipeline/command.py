@@ -5,7 +5,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from drafter import cli, config, errors, signals
+from drafter import cli, errors, signals
+from drafter.config import ROOT, load
 from drafter.errors import ConfigError, Interrupted, StageError
 from drafter.pipeline import deadline, plan, status, trial
 from drafter.pipeline.run import Pipeline, chosen
@@ -24,7 +25,7 @@ def default_config() -> Path:
             f"{found.unknown}, so whether this machine has a GPU is unknown: name the config, "
             "configs/smollm2_gpu.yaml or configs/smollm2_cpu.yaml"
         )
-    return config.ROOT / "configs" / ("smollm2_gpu.yaml" if found.gpus else "smollm2_cpu.yaml")
+    return ROOT / "configs" / ("smollm2_gpu.yaml" if found.gpus else "smollm2_cpu.yaml")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,25 +35,25 @@ def main(argv: list[str] | None = None) -> int:
     pipeline: Pipeline | None = None
     try:
         args = cli.parse(argv)
-        run_config = config.load(args.config or default_config(), args.overrides)
+        config = load(args.config or default_config(), args.overrides)
         if args.status:
-            print("\n".join(status.lines(run_config)))
+            print("\n".join(status.lines(config)))
             return 0
         now = datetime.now()
-        until = deadline.resolve(run_config, args.deadline, now)
-        pipeline = Pipeline(run_config, chosen(args.first, args.only), args.limit, until)
+        until = deadline.resolve(config, args.deadline, now)
+        pipeline = Pipeline(config, chosen(args.first, args.only), args.limit, until)
         pipeline.redo = args.redo
         if args.plan:
-            if args.probe and plan.guesses(run_config):
-                trial.measure(run_config)
-            print(plan.show(run_config, None, until and until.moment, cli.next_time(args.done_by, now)))
+            if args.probe and plan.guesses(config):
+                trial.measure(config)
+            print(plan.show(config, None, until and until.moment, cli.next_time(args.done_by, now)))
             return 0
         if args.dry_run:
             from drafter.pipeline import dry_run  # needs torch
 
-            print("\n".join(dry_run.lines(run_config, pipeline.dry_runs(pipeline.steps))))
+            print("\n".join(dry_run.lines(config, pipeline.dry_runs(pipeline.steps))))
             return 0
-        if run_config.target.model == model_folder.DEFAULT_MODEL:
+        if config.target.model == model_folder.DEFAULT_MODEL:
             default_model.ensure()
         code = pipeline.run()
     except BrokenPipeError:  # whoever reads has seen enough

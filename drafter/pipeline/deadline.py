@@ -7,8 +7,9 @@ long as 01b ended by it, else until CONTINUED_SECONDS after it. Another time, or
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from drafter import checked, config, run_files
+from drafter import checked, run_files
 from drafter.cli import next_time
+from drafter.config import Config
 from drafter.stage import read_manifest
 
 CONTINUED_SECONDS = 12 * 3600
@@ -28,13 +29,13 @@ class Deadline(NamedTuple):
         return self.moment.astimezone().isoformat(timespec="seconds")
 
 
-def resolve(run_config: config.Config, given: str | None, now: datetime) -> Deadline | None:
+def resolve(config: Config, given: str | None, now: datetime) -> Deadline | None:
     """The deadline that `given` means for this run at `now` (local time). Raises ConfigError for what is no time."""
     if given is None:
         return None
-    noted = checked.read_or_empty(run_config.run_dir / "pipeline.json", run_files.State).get("deadline")
+    noted = checked.read_or_empty(config.run_dir / "pipeline.json", run_files.State).get("deadline")
     if noted and noted["given"] == given:
-        ended = ended_at(read_manifest(run_config.stage_dir("01b_synthetic")) or {}) == noted["at"]
+        ended = ended_at(read_manifest(config.stage_dir("01b_synthetic")) or {}) == noted["at"]
         if ended or now.timestamp() < noted["at"] + CONTINUED_SECONDS:
             return Deadline(given, noted["at"])
     return Deadline(given, next_time(given, now).timestamp())

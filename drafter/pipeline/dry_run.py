@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 
-from drafter import config, disk, files
+from drafter import disk, files
+from drafter.config import Config, StageName
 from drafter.errors import StageError
 from drafter.generate import prompts
 from drafter.pipeline import preflight
 from drafter.stage import read_taken
 from drafter.target.model_folder import DEFAULT_MODEL
 
-UNITS: dict[config.StageName, str] = {
+UNITS: dict[StageName, str] = {
     "01b_synthetic": "request{} to answer",
     "02_hidden_states": "row{} to read back",
     "04_train": "step{} to train",
@@ -18,30 +19,30 @@ UNITS: dict[config.StageName, str] = {
 }
 
 
-def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
+def lines(config: Config, plans: list[dict]) -> Iterator[str]:
     """The page, from what the stages' own `--dry-run` say. Raises ContractError on a broken manifest."""
-    asked = [each["stage"] for each in plans if each["stage"] not in run_config.run.take]
-    if run_config.target.model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
-        yield f"run {run_config.run.name} in {run_config.run_dir}"
+    asked = [each["stage"] for each in plans if each["stage"] not in config.run.take]
+    if config.target.model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
+        yield f"run {config.run.name} in {config.run_dir}"
         yield f"  the first run makes its target, {DEFAULT_MODEL}; without it nothing more is known"
         return
-    found = preflight.findings(run_config, asked)
-    without_input = preflight.missing_inputs(run_config, asked).values()
-    yield f"run {run_config.run.name} in {run_config.run_dir}"
-    freed = disk.freed(run_config.run_dir)
-    to_come: set[config.StageName] = set()  # whose output is not all there yet
+    found = preflight.findings(config, asked)
+    without_input = preflight.missing_inputs(config, asked).values()
+    yield f"run {config.run.name} in {config.run_dir}"
+    freed = disk.freed(config.run_dir)
+    to_come: set[StageName] = set()  # whose output is not all there yet
     for each in plans:
         name = each["stage"]
-        if name in run_config.run.take:
-            yield f"  {name:<17} taken from {run_config.run.take[name]}"
+        if name in config.run.take:
+            yield f"  {name:<17} taken from {config.run.take[name]}"
             try:
-                read_taken(run_config, name)
+                read_taken(config, name)
             except StageError as error:
                 to_come.add(name)
                 found[str(error)] = name
                 yield f"      ! {error}"
             continue
-        before = [needed for needed in preflight.inputs(run_config, name) if needed in to_come]
+        before = [needed for needed in preflight.inputs(config, name) if needed in to_come]
         lacks_input = name in without_input
         if not before and not lacks_input:  # else its findings are about what is not there yet
             for finding in each["findings"]:
@@ -60,7 +61,7 @@ def lines(run_config: config.Config, plans: list[dict]) -> Iterator[str]:
         yield "nothing is known that would stop it"
 
 
-def _work(plan: dict, before: list[config.StageName], lacks_input: bool) -> str:
+def _work(plan: dict, before: list[StageName], lacks_input: bool) -> str:
     if before:
         return f"waits for {before[0]}"
     if lacks_input or plan["findings"]:

@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from drafter import config, files, process
+from drafter import files, process
+from drafter.config import Config, Role
 from drafter.serve import vllm_command
 from drafter.target import eagle3_folder
 
@@ -62,28 +63,26 @@ print(json.dumps([sys.executable, sorted(pair for pair in found if pair[0] in wa
 """
 
 
-def findings(
-    run_config: config.Config, keep: bool = False, started: Collection[config.Role] = get_args(config.Role)
-) -> Iterator[str]:
+def findings(config: Config, keep: bool = False, started: Collection[Role] = get_args(Role)) -> Iterator[str]:
     """Whether vLLM can draft for this kind of model and knows the flags of the roles that will be `started`.
 
     The answer is taken from `run.dir` when the same engine was asked the same before, and kept there with `keep`.
     """
-    own = run_config.servers.evaluate
+    own = config.servers.evaluate
     if own.kind != "command":
         return
-    architecture = run_config.target.architecture.name
+    architecture = config.target.architecture.name
     flags = {
-        role: vllm_command.command(run_config, role)[3:]
-        for role in get_args(config.Role)
-        if (other := getattr(run_config.servers, role)).kind == "command" and other.python == own.python
+        role: vllm_command.command(config, role)[3:]
+        for role in get_args(Role)
+        if (other := config.server(role)).kind == "command" and other.python == own.python
     }
     python, environment = own.python or sys.executable, vllm_command.environment(own)
     me = str(os.getpid())
     versions = process.run([python, "-c", FOLLOW_PARENT + ASK_VERSIONS, me], timeout=60, env=environment)
     question = json.dumps([versions.stdout, architecture, flags, own.env], sort_keys=True)
     key = hashlib.sha256(question.encode()).hexdigest()[:32]
-    answer = None if versions.returncode else _kept(run_config).get(key)
+    answer = None if versions.returncode else _kept(config).get(key)
     if answer is None:
         line = [python, "-c", FOLLOW_PARENT + ASK, architecture, json.dumps(flags), me]
         done = process.run(line, timeout=300, env=environment)
@@ -93,7 +92,7 @@ def findings(
             return
         answer = json.loads(done.stdout.splitlines()[-1])
         if keep and not versions.returncode:
-            _keep(run_config, key, answer)
+            _keep(config, key, answer)
     if answer["eagle3"] is False:
         yield f"this vLLM knows no EAGLE-3 drafter for {architecture}; Kimi needs {eagle3_folder.MIN_ENGINE} or newer"
     for role, why in answer["refused"].items():
@@ -101,14 +100,14 @@ def findings(
             yield f"servers.{role}.args: vLLM refuses them: {why}"
 
 
-def _path(run_config: config.Config) -> Path:
-    return run_config.run.dir / KEPT
+def _path(config: Config) -> Path:
+    return config.run.dir / KEPT
 
 
-def _kept(run_config: config.Config) -> dict[str, dict[str, Any]]:
+def _kept(config: Config) -> dict[str, dict[str, Any]]:
     """Answers by key, of a well-formed file."""
     with suppress(OSError):
-        found = files.read_note(_path(run_config))
+        found = files.read_note(_path(config))
         return {
             key: answer
             for key, answer in found.items()
@@ -117,10 +116,10 @@ def _kept(run_config: config.Config) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def _keep(run_config: config.Config, key: str, answer: dict[str, Any]) -> None:
+def _keep(config: Config, key: str, answer: dict[str, Any]) -> None:
     """The newest answers stay; where this user may not write, the engine is asked again next time."""
-    if not run_config.run.dir.is_dir():
+    if not config.run.dir.is_dir():
         return  # it is made only once a run begins
     with suppress(OSError):
-        others = {each: kept for each, kept in _kept(run_config).items() if each != key}
-        files.write_json(_path(run_config), dict([*others.items(), (key, answer)][-KEPT_ANSWERS:]))
+        others = {each: kept for each, kept in _kept(config).items() if each != key}
+        files.write_json(_path(config), dict([*others.items(), (key, answer)][-KEPT_ANSWERS:]))

@@ -2,7 +2,7 @@
 
 from dataclasses import astuple, dataclass
 
-from drafter import config
+from drafter.config import Config, Source
 from drafter.errors import ConfigError
 from drafter.generate import sources
 from drafter.pipeline.rates import Profile, Range, Rates, in_flight
@@ -29,26 +29,26 @@ class Sizes:
     drafter_parameters: float
 
 
-def sizes(run_config: config.Config, fallback: Profile) -> Sizes:
+def sizes(config: Config, fallback: Profile) -> Sizes:
     """`fallback` stands in for a model folder that is not on this machine."""
     try:
-        hidden = run_config.target.architecture.hidden_size
+        hidden = config.target.architecture.hidden_size
     except ConfigError:
         hidden = fallback.model["hidden_size"]
-    layers = len(run_config.target.layer_ids)
+    layers = len(config.target.layer_ids)
     compact = (layers - 1) * (hidden + 4) + 2 * hidden
-    per_token = compact if run_config.extract.dtype == "fp8" else layers * hidden * 2
+    per_token = compact if config.extract.dtype == "fp8" else layers * hidden * 2
     return Sizes(per_token, fallback.model["drafter_parameters"])
 
 
-def estimate(run_config: config.Config, known: Rates, size: Sizes, conversations: int) -> list[Estimate]:
+def estimate(config: Config, known: Rates, size: Sizes, conversations: int) -> list[Estimate]:
     """Stage by stage for so many conversations, some of which are held out; before them, the warm start's trial.
 
     A stage taken from another run costs nothing.
     """
-    train, rows = run_config.train, num_rows(run_config, conversations)
+    train, rows = config.train, num_rows(config, conversations)
     written = known.answer_tokens * rows
-    longest = run_config.target.max_seq_len
+    longest = config.target.max_seq_len
     read = Range(*(rows * min(tokens, longest) for tokens in astuple(known.row_tokens)))
     trained = read * ((1 - train.validation_share) * train.epochs)
     checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
@@ -78,44 +78,44 @@ def estimate(run_config: config.Config, known: Rates, size: Sizes, conversations
             (train.keep_checkpoints + 1) * checkpoint,
         ),
         Estimate("05_export", known.export, none, 0, size.drafter_parameters * 2),
-        _acceptance(run_config, known),
+        _acceptance(config, known),
     ]
-    return [Estimate(p.stage, none, none, 0, 0) if p.stage in run_config.run.take else p for p in parts]
+    return [Estimate(p.stage, none, none, 0, 0) if p.stage in config.run.take else p for p in parts]
 
 
-def _acceptance(run_config: config.Config, known: Rates) -> Estimate:
+def _acceptance(config: Config, known: Rates) -> Estimate:
     """06: every prompt set in every cell for every drafter; the budget ends it, server starts included."""
-    acceptance = run_config.acceptance
+    acceptance = config.acceptance
     budget, usual = acceptance.budget_minutes * 60, acceptance.cells[0].concurrency
     work = Range.point(0)
-    for _, _, concurrency, _ in _measurements(run_config):
-        for count in _prompt_counts(run_config):
+    for _, _, concurrency, _ in _measurements(config):
+        for count in _prompt_counts(config):
             work += Range.point(count).over(in_flight(known.evaluate, min(concurrency, count) / usual))
-    starts = Range(*(min(each, budget) for each in astuple(known.start_seconds * num_server_starts(run_config))))
+    starts = Range(*(min(each, budget) for each in astuple(known.start_seconds * num_server_starts(config))))
     within = (min(each, budget - start) for each, start in zip(astuple(work), astuple(starts), strict=True))
     return Estimate("06_acceptance", Range(*within), starts, 0, 0)
 
 
-def _measurements(run_config: config.Config) -> set[tuple[str, int, int, float | None]]:
+def _measurements(config: Config) -> set[tuple[str, int, int, float | None]]:
     """What 06 measures: drafter, tokens of a draft (0 without a drafter), requests in flight, temperature."""
     return {
         (drafter, 0 if drafter == "none" else cell.num_speculative_tokens, cell.concurrency, cell.temperature)
-        for drafter in run_config.acceptance.drafters
-        for cell in run_config.acceptance.cells
-        if drafter != "warm_start" or run_config.train.warm_start
+        for drafter in config.acceptance.drafters
+        for cell in config.acceptance.cells
+        if drafter != "warm_start" or config.train.warm_start
     }
 
 
-def _prompt_counts(run_config: config.Config) -> list[int]:
+def _prompt_counts(config: Config) -> list[int]:
     """Prompts of each set that 06 takes."""
-    acceptance = run_config.acceptance
+    acceptance = config.acceptance
     counts = [num_drawn(source) or acceptance.max_prompts for source in acceptance.prompts] or [acceptance.held_out]
     return [min(count, acceptance.max_prompts) for count in counts]
 
 
-def num_server_starts(run_config: config.Config) -> int:
+def num_server_starts(config: Config) -> int:
     """Server starts of 06: one for each drafter and draft length."""
-    return len({(drafter, tokens) for drafter, tokens, _, _ in _measurements(run_config)})
+    return len({(drafter, tokens) for drafter, tokens, _, _ in _measurements(config)})
 
 
 def total_seconds(estimates: list[Estimate]) -> Range:
@@ -127,28 +127,28 @@ def total_bytes(estimates: list[Estimate]) -> float:
     return sum(each.bytes for each in estimates)
 
 
-def num_held_out(run_config: config.Config) -> int:
+def num_held_out(config: Config) -> int:
     """Conversations of the run's own sources that are kept for 06: they are no rows."""
-    return 0 if run_config.acceptance.prompts else run_config.acceptance.held_out
+    return 0 if config.acceptance.prompts else config.acceptance.held_out
 
 
-def num_rows(run_config: config.Config, conversations: int) -> int:
-    return max(0, conversations - num_held_out(run_config))
+def num_rows(config: Config, conversations: int) -> int:
+    return max(0, conversations - num_held_out(config))
 
 
-def num_drawn(source: config.Source) -> int | None:
+def num_drawn(source: Source) -> int | None:
     """Conversations drawn from a source: as many as asked for, at most what it holds. None when it is open-ended."""
     known = [count for count in (source.count, sources.count(source)) if count is not None]
     return min(known, default=None)
 
 
-def conversations_asked(run_config: config.Config) -> int | None:
+def conversations_asked(config: Config) -> int | None:
     """Conversations that the configured sources give. None when one is open-ended."""
-    counts = [num_drawn(source) for source in run_config.prompts]
+    counts = [num_drawn(source) for source in config.prompts]
     return None if None in counts else sum(counts)
 
 
-def conversations_held(run_config: config.Config) -> int | None:
+def conversations_held(config: Config) -> int | None:
     """All conversations that the sources hold. None when one is on the hub: nobody knows offline."""
-    held = [sources.count(source) for source in run_config.prompts]
+    held = [sources.count(source) for source in config.prompts]
     return None if None in held else sum(held)

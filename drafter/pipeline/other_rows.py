@@ -5,24 +5,24 @@ Stage 04 refuses those itself, but only once 01b and 02 have spent hours on them
 
 from typing import Any
 
-from drafter import config
+from drafter.config import Config, StageName
 from drafter.stage import read_manifest
 
-TRAIN: config.StageName = "04_train"
+TRAIN: StageName = "04_train"
 
 
-def refused(run_config: config.Config, planned: dict[str, Any], limit: int | None) -> str | None:
+def refused(config: Config, planned: dict[str, Any], limit: int | None) -> str | None:
     """Why 04 would not go on after what `planned`, the plan of 01b or 02, says it will make; None where it would.
 
     The rows are compared by their `row_set`. None also where one of the two is unknown: a manifest of an earlier
     version records none. Of a call with a limit, 02 may have taken other rows of those that are there than 01b
     counts first, so a plan of 01b is judged only when it asks for new ones.
     """
-    if {TRAIN, "02_hidden_states"} & run_config.run.take.keys() or "row_set" not in planned:
+    if {TRAIN, "02_hidden_states"} & config.run.take.keys() or "row_set" not in planned:
         return None
     if limit is not None and planned["stage"] == "01b_synthetic" and not planned["pending"]:
         return None
-    folder = run_config.stage_dir(TRAIN)
+    folder = config.stage_dir(TRAIN)
     given = (read_manifest(folder) or {"facts": {}})["facts"].get("row_set")
     if given in (None, planned["row_set"]):
         return None

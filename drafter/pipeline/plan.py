@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
-from drafter import config, files, stage
+from drafter import files, stage
 from drafter.cli import next_time
+from drafter.config import Config, Source
 from drafter.errors import ConfigError
 from drafter.files import size
 from drafter.generate import sources
@@ -46,13 +47,13 @@ COUNTS = (5_000, 10_000, 25_000, 50_000)
 LINK_GBIT = 5
 
 
-def _model_is_here(run_config: config.Config) -> bool:
-    return (run_config.target.model / "config.json").exists()
+def _model_is_here(config: Config) -> bool:
+    return (config.target.model / "config.json").exists()
 
 
-def prompt_faults(run_config: config.Config) -> Iterator[str]:
+def prompt_faults(config: Config) -> Iterator[str]:
     """What 01b would stop at: files that are not there or hold nothing, and no row beside the held-out ones."""
-    for source in (*run_config.prompts, *run_config.acceptance.prompts):
+    for source in (*config.prompts, *config.acceptance.prompts):
         try:
             held = sources.count(source)
         except ConfigError as error:
@@ -61,8 +62,8 @@ def prompt_faults(run_config: config.Config) -> Iterator[str]:
         if source.path and not held:
             what = "does not exist" if held is None else "holds no conversation"
             yield f"prompts {source.name}: {source.path} {what}"
-    asked = conversations_asked(run_config)
-    if asked and not num_rows(run_config, asked):
+    asked = conversations_asked(config)
+    if asked and not num_rows(config, asked):
         yield f"acceptance.held_out takes all {asked:,} conversations; lower it or add prompts"
 
 
@@ -72,26 +73,26 @@ def answered_by(deadline: datetime, now: datetime, known: Rates) -> int:
     return max(0, round(seconds * known.generate.typical / known.answer_tokens.typical))
 
 
-def disk_left(run_config: config.Config) -> float:
+def disk_left(config: Config) -> float:
     """Bytes the run may use: free space without the reserve."""
-    return max(0, files.free_bytes(run_config.run_dir) - run_config.extract.reserve_gb * 1e9)
+    return max(0, files.free_bytes(config.run_dir) - config.extract.reserve_gb * 1e9)
 
 
-def proposal(run_config: config.Config, known: Rates, platform: Profile, seconds: float | None) -> str:
+def proposal(config: Config, known: Rates, platform: Profile, seconds: float | None) -> str:
     """The most conversations that the sources hold and that fit disk and time.
 
     In bf16 rather than fp8, a shorter max_seq_len as the last way.
     """
-    free, held = disk_left(run_config), conversations_held(run_config)
-    counts = {*COUNTS, 1_000, 500, conversations_asked(run_config) or 0} - {0}
+    free, held = disk_left(config), conversations_held(config)
+    counts = {*COUNTS, 1_000, 500, conversations_asked(config) or 0} - {0}
     if held is not None:
         counts = {count for count in counts if count < held} | {held}
-    for length in (run_config.target.max_seq_len, run_config.target.max_seq_len // 2):
+    for length in (config.target.max_seq_len, config.target.max_seq_len // 2):
         for count in sorted(counts, reverse=True):
             for dtype in ("bf16", "fp8"):
-                target = run_config.target.model_copy(update={"max_seq_len": length})
-                extract = run_config.extract.model_copy(update={"dtype": dtype})
-                tried = run_config.model_copy(update={"target": target, "extract": extract})
+                target = config.target.model_copy(update={"max_seq_len": length})
+                extract = config.extract.model_copy(update={"dtype": dtype})
+                tried = config.model_copy(update={"target": target, "extract": extract})
                 parts = estimate(tried, known, sizes(tried, platform), count)
                 if total_bytes(parts) <= free and (seconds is None or total_seconds(parts).typical <= seconds):
                     return (
@@ -144,25 +145,25 @@ def moving(byte_count: float, link_gbit: float = LINK_GBIT) -> Range:
 
 
 def page(
-    run_config: config.Config,
+    config: Config,
     platform: Profile,
     now: datetime,
     deadline: datetime | None = None,
     done_by: datetime | None = None,
 ) -> str:
     """The plan as text: of a night whose 01b stops at `deadline`, held against when it is to be done."""
-    known = measured_or(run_config, platform)
-    count = sizes(run_config, platform)
-    asked = conversations_asked(run_config) or COUNTS[1]
-    rows = num_rows(run_config, asked)
+    known = measured_or(config, platform)
+    count = sizes(config, platform)
+    asked = conversations_asked(config) or COUNTS[1]
+    rows = num_rows(config, asked)
     answered = min(rows, answered_by(deadline, now, known)) if deadline else rows
     taken = asked - rows + answered
-    parts = estimate(run_config, known, count, taken)
+    parts = estimate(config, known, count, taken)
     total = total_seconds(parts)
     body = [
         [
             part.stage,
-            "taken from another run" if part.stage in run_config.run.take else duration(part.seconds),
+            "taken from another run" if part.stage in config.run.take else duration(part.seconds),
             duration(part.start_seconds) if part.start_seconds.high else "",
             f"{part.tokens / 1e6:.2f} M" if part.tokens else "",
             size(part.bytes) if part.bytes else "",
@@ -171,8 +172,8 @@ def page(
     ]
     body.append(["whole run", duration(total), "included", "", size(total_bytes(parts))])
     lines = [
-        *_of_another_machine(run_config, platform),
-        f"{run_config.run.name}: {answered:,} rows on {platform.title}"
+        *_of_another_machine(config, platform),
+        f"{config.run.name}: {answered:,} rows on {platform.title}"
         + (f", of {rows:,} those answered by {deadline:%H:%M}" if answered < rows else "")
         + (f"; {asked - rows:,} of {asked:,} conversations are held out" if asked > rows else ""),
         "",
@@ -180,8 +181,8 @@ def page(
         "",
         f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}",
         *_of_a_deadline(parts, now, deadline, answered, rows),
-        *_of_the_trial(run_config, parts),
-        f"prompts: {'; '.join(map(_of_a_source, run_config.prompts))}",
+        *_of_the_trial(config, parts),
+        f"prompts: {'; '.join(map(_of_a_source, config.prompts))}",
         "",
     ]
     lines += ["counted with:"]
@@ -195,23 +196,23 @@ def page(
     )
     lines.append(f"  an answer: {known.answer_tokens.typical:,.0f} tokens, {known.sources['answer_tokens']}")
     lines.append(f"  a row: {known.row_tokens.typical:,.0f} tokens, {known.sources['row_tokens']}")
-    lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({run_config.extract.dtype})")
-    if guesses(run_config) and _model_is_here(run_config):
-        again = run_config.pipeline("--plan", "--probe")
+    lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({config.extract.dtype})")
+    if guesses(config) and _model_is_here(config):
+        again = config.pipeline("--plan", "--probe")
         lines.append(f"  to measure that first, a few minutes beside two server starts: {again}")
-    lines += ["", *_fits(run_config, known, count, done_by, now), ""]
+    lines += ["", *_fits(config, known, count, done_by, now), ""]
     seconds = (done_by - now).total_seconds() if done_by else None
-    lines += [f"proposal: {proposal(run_config, known, platform, seconds)}", ""]
-    lines += _platforms(run_config, taken)
+    lines += [f"proposal: {proposal(config, known, platform, seconds)}", ""]
+    lines += _platforms(config, taken)
     return "\n".join(lines)
 
 
-def _of_another_machine(run_config: config.Config, platform: Profile) -> list[str]:
+def _of_another_machine(config: Config, platform: Profile) -> list[str]:
     planned = f"planned as {platform.model['name']} on {platform.title}"
-    if not _model_is_here(run_config):
-        return [f"target.model {run_config.target.model} is not here: {planned}", ""]
-    if here := other_machine(run_config, platform):
-        return [f"unknown machine ({here}, hidden size {run_config.target.architecture.hidden_size}): {planned}", ""]
+    if not _model_is_here(config):
+        return [f"target.model {config.target.model} is not here: {planned}", ""]
+    if here := other_machine(config, platform):
+        return [f"unknown machine ({here}, hidden size {config.target.architecture.hidden_size}): {planned}", ""]
     return []
 
 
@@ -227,7 +228,7 @@ def _of_a_deadline(
     return [f"deadline {deadline:%a %H:%M}: 01b has all {rows:,} rows before it, at about {done}"]
 
 
-def _of_the_trial(run_config: config.Config, parts: list[Estimate]) -> list[str]:
+def _of_the_trial(config: Config, parts: list[Estimate]) -> list[str]:
     if parts[0].stage != TRIAL:
         return []
     both = parts[0].seconds + parts[0].start_seconds + parts[1].start_seconds
@@ -237,7 +238,7 @@ def _of_the_trial(run_config: config.Config, parts: list[Estimate]) -> list[str]
     ]
 
 
-def _of_a_source(source: config.Source) -> str:
+def _of_a_source(source: Source) -> str:
     held = sources.count(source)
     if held is not None:
         drawn = ""
@@ -249,17 +250,17 @@ def _of_a_source(source: config.Source) -> str:
     return f"{source.name}, {asked} conversations of {source.hub or source.path}"
 
 
-def guesses(run_config: config.Config) -> bool:
+def guesses(config: Config) -> bool:
     """Whether some rate is not this machine's own."""
-    known = measured_or(run_config, profile(default_profile(run_config)))
+    known = measured_or(config, profile(default_profile(config)))
     return not known.measured >= OF_PROFILE
 
 
-def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now: datetime) -> list[str]:
-    free, held = disk_left(run_config), conversations_held(run_config)
+def _fits(config, known: Rates, count: Sizes, done_by: datetime | None, now: datetime) -> list[str]:
+    free, held = disk_left(config), conversations_held(config)
     rows = []
-    for number in sorted({*COUNTS, conversations_asked(run_config) or COUNTS[1]}):
-        parts = estimate(run_config, known, count, number)
+    for number in sorted({*COUNTS, conversations_asked(config) or COUNTS[1]}):
+        parts = estimate(config, known, count, number)
         total, needed = total_seconds(parts), total_bytes(parts)
         lacks = [f"{number - held:,} more prompts"] if held is not None and number > held else []
         lacks += [f"{size(needed - free)} of disk"] if needed > free else []
@@ -271,19 +272,19 @@ def _fits(run_config, known: Rates, count: Sizes, done_by: datetime | None, now:
     return [table(["conversations", "whole run", "disk", f"against {size(free)} free beside the reserve"], rows)]
 
 
-def _platforms(run_config: config.Config, asked: int) -> list[str]:
+def _platforms(config: Config, asked: int) -> list[str]:
     """Where else: time and money of 01b to 04 on every platform for this size of model, its server already up.
 
     Of a rented one, also what it costs to move the states there.
     """
-    here = profile(default_profile(run_config))
+    here = profile(default_profile(config))
     rows, moves = [], []
     for other in map(profile, profiles()):
         if other.model["hidden_size"] != here.model["hidden_size"]:
             continue
-        generate, extract, train = estimate(
-            run_config, of_profile(run_config, other), sizes(run_config, other), asked
-        )[:3]  # without a trial
+        generate, extract, train = estimate(config, of_profile(config, other), sizes(config, other), asked)[
+            :3
+        ]  # without a trial
         made = generate.seconds + extract.start_seconds + extract.seconds + train.seconds
         rows.append([other.title, duration(made), dollars(made, other.usd_per_hour)])
         if other.usd_per_hour.high and extract.bytes:
@@ -296,38 +297,36 @@ def _platforms(run_config: config.Config, asked: int) -> list[str]:
     return [table(["platform (01b, 02, 04)", "time", "cost"], rows), *moves]
 
 
-def show(
-    run_config: config.Config, profile_name: str | None, deadline: datetime | None, done_by: datetime | None
-) -> str:
+def show(config: Config, profile_name: str | None, deadline: datetime | None, done_by: datetime | None) -> str:
     """The page. Raises ConfigError for prompts and taken stages that are not here, and what the model refuses."""
-    for name in run_config.run.take:
-        stage.read_taken(run_config, name)
-    if "01b_synthetic" not in run_config.run.take:
-        for line in prompt_faults(run_config):
+    for name in config.run.take:
+        stage.read_taken(config, name)
+    if "01b_synthetic" not in config.run.take:
+        for line in prompt_faults(config):
             raise ConfigError(line)
-    if _model_is_here(run_config):
-        run_config.check_against_model()
-    platform = profile(profile_name or default_profile(run_config))
-    return page(run_config, platform, datetime.now(), deadline, done_by)
+    if _model_is_here(config):
+        config.check_against_model()
+    platform = profile(profile_name or default_profile(config))
+    return page(config, platform, datetime.now(), deadline, done_by)
 
 
-def to_record(run_config: config.Config, limit: int | None = None) -> dict:
+def to_record(config: Config, limit: int | None = None) -> dict:
     """Seconds, starts included, and bytes by stage, for the report to compare with what happened.
 
     Of so many `conversations`: at most `limit` beside the held-out ones.
     """
-    platform = profile(default_profile(run_config))
-    known = measured_or(run_config, platform)
-    count = conversations_asked(run_config) or COUNTS[1]
+    platform = profile(default_profile(config))
+    known = measured_or(config, platform)
+    count = conversations_asked(config) or COUNTS[1]
     if limit is not None:
-        count = min(count, limit + num_held_out(run_config))
+        count = min(count, limit + num_held_out(config))
     return {
         part.stage: {
             "conversations": count,
             "seconds": dataclasses.asdict(part.seconds + part.start_seconds),
             "bytes": round(part.bytes),
         }
-        for part in estimate(run_config, known, sizes(run_config, platform), count)
+        for part in estimate(config, known, sizes(config, platform), count)
     } | {"sources": known.sources}
 
 
@@ -338,11 +337,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--done-by", metavar="HH:MM", help="say what is done by then, and propose it")
     arguments.add_argument("--json", action="store_true", help="the estimate by stage, for programs")
 
-    def body(run_config: config.Config, args: argparse.Namespace) -> None:
+    def body(config: Config, args: argparse.Namespace) -> None:
         now = datetime.now()
-        until = resolve(run_config, args.deadline, now)
-        text = show(run_config, args.profile, until and until.moment, next_time(args.done_by, now))
-        print(json.dumps(to_record(run_config)) if args.json else text)
+        until = resolve(config, args.deadline, now)
+        text = show(config, args.profile, until and until.moment, next_time(args.done_by, now))
+        print(json.dumps(to_record(config)) if args.json else text)
 
     return stage.run_tool("plan", body, arguments, argv)
 

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Iterator
 from typing import get_args
 
-from drafter import config, locks
+from drafter import locks
+from drafter.config import Config, Role, Server
 from drafter.errors import ResumableError
 from drafter.serve import roles, systemd
 
@@ -17,11 +18,9 @@ RESTORE_SECONDS = 30
 class Machine:
     """The servers of a run's roles. `production` are the units that were active before, and are to be so again."""
 
-    def __init__(self, run_config: config.Config):
-        self.config = run_config
-        self.roles: dict[config.Role, config.Server] = {
-            role: getattr(run_config.servers, role) for role in get_args(config.Role)
-        }
+    def __init__(self, config: Config):
+        self.config = config
+        self.roles: dict[Role, Server] = {role: config.server(role) for role in get_args(Role)}
         self.production: set[str] = set()
         self.restore_owed = False  # by an earlier call, which was killed, or could not give something back
 
@@ -40,7 +39,7 @@ class Machine:
         systemd_roles = [role for role, own in self.roles.items() if own.kind == "systemd"]
         self.production |= {self.roles[role].unit for role in systemd_roles if roles.alive(self.config, role)}
 
-    def bring_up_only(self, wanted: config.Role | None) -> None:
+    def bring_up_only(self, wanted: Role | None) -> None:
         """The wanted role up, every other one that holds the machine down."""
         keep = self.roles[wanted].unit if wanted else None
         others = [role for role, own in self.roles.items() if role != wanted and not (keep and own.unit == keep)]
@@ -56,7 +55,7 @@ class Machine:
         No signal interrupts this, so its waits are short: at most RESTORE_SECONDS for each server to end, and as
         much for the GPU memory of all of them together.
         """
-        stopped: list[config.Role] = []
+        stopped: list[Role] = []
         for role, own in self.roles.items():
             if own.kind == "external" or own.unit in self.production:
                 continue

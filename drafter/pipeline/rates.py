@@ -9,12 +9,13 @@ from functools import cache
 
 import yaml
 
-from drafter import checked, config, run_files, stage
+from drafter import checked, run_files, stage
+from drafter.config import ROOT, Config
 from drafter.errors import ConfigError, StageError
 from drafter.serve import gpu
 from drafter.target import model_folder
 
-PROFILES = config.ROOT / "configs/profiles"
+PROFILES = ROOT / "configs/profiles"
 LARGE_MODEL = 4096  # hidden size above which profiles of Kimi-K2.5 are nearer than those of SmolLM2
 
 
@@ -101,9 +102,9 @@ class Rates:
     trial: bool = False  # the untrained warm start is served before the night
 
 
-def of_profile(run_config: config.Config, platform: Profile) -> Rates:
+def of_profile(config: Config, platform: Profile) -> Rates:
     """The platform's own figures."""
-    cut_at = run_config.generate.max_tokens
+    cut_at = config.generate.max_tokens
     answer = _answer(platform, cut_at)
     return Rates(
         start_seconds=platform.start_minutes * 60,
@@ -112,7 +113,7 @@ def of_profile(run_config: config.Config, platform: Profile) -> Rates:
         train=platform.train_tokens_per_s,
         answer_tokens=answer,
         row_tokens=answer + Range.point(platform.prompt_tokens),
-        evaluate=_evaluate(run_config, platform, platform.generate_tokens_per_s),
+        evaluate=_evaluate(config, platform, platform.generate_tokens_per_s),
         export=EXPORT_SECONDS + Range.point(platform.model["drafter_parameters"] * 6).over(EXPORT_BYTES_PER_S),
         sources=dict.fromkeys(OF_PROFILE, f"profile {platform.title}")
         | {"evaluate": "counted from generate", "export": "counted from the drafter's size"},
@@ -123,10 +124,10 @@ def _answer(platform: Profile, cut_at: float) -> Range:
     return Range(*(mean_when_cut(mean, cut_at) for mean in dataclasses.astuple(platform.answer_tokens)))
 
 
-def _evaluate(run_config: config.Config, platform: Profile, generate: Range) -> Range:
+def _evaluate(config: Config, platform: Profile, generate: Range) -> Range:
     """Prompts a second of 06's first cell, where nobody has measured them: as in 01b, with fewer in flight."""
-    acceptance = run_config.acceptance
-    rate = in_flight(generate, acceptance.cells[0].concurrency / run_config.generate.concurrency)
+    acceptance = config.acceptance
+    rate = in_flight(generate, acceptance.cells[0].concurrency / config.generate.concurrency)
     return rate.over(_answer(platform, acceptance.max_tokens))
 
 
@@ -143,31 +144,31 @@ def mean_when_cut(mean: float, cut_at: float) -> float:
     return mean * (1 - math.exp(-cut_at / mean))
 
 
-def measured_or(run_config: config.Config, platform: Profile) -> Rates:
+def measured_or(config: Config, platform: Profile) -> Rates:
     """Measured where an earlier run of the same target on this machine left a manifest, else the platform's."""
-    rates = dataclasses.replace(of_profile(run_config, platform), trial=_to_be_tried(run_config))
-    measured = _measured(run_config)
+    rates = dataclasses.replace(of_profile(config, platform), trial=_to_be_tried(config))
+    measured = _measured(config)
     for name, (value, run) in measured.items():
         spread = Range(0.8 * value, value, 1.25 * value)
         rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
     rates = dataclasses.replace(rates, measured=frozenset(measured))
     if "evaluate" not in rates.measured:
-        rates = dataclasses.replace(rates, evaluate=_evaluate(run_config, platform, rates.generate))
+        rates = dataclasses.replace(rates, evaluate=_evaluate(config, platform, rates.generate))
     return rates
 
 
-def _to_be_tried(run_config: config.Config) -> bool:
-    if not (run_config.acceptance.smoke and run_config.train.warm_start):
+def _to_be_tried(config: Config) -> bool:
+    if not (config.acceptance.smoke and config.train.warm_start):
         return False
     from drafter.acceptance import stage as acceptance  # needs torch, which other plans do without
 
     try:
-        return acceptance.to_be_tried(run_config)
+        return acceptance.to_be_tried(config)
     except StageError:  # the drafter or the target is not on this machine
         return True
 
 
-def _measured(run_config: config.Config) -> dict[str, tuple[float, str]]:
+def _measured(config: Config) -> dict[str, tuple[float, str]]:
     """Rates by name, each the newest manifest's, with the run it comes from."""
     found: dict[str, tuple[float, str]] = {}
     for name, stage_name, read in (
@@ -177,9 +178,9 @@ def _measured(run_config: config.Config) -> dict[str, tuple[float, str]]:
         ("extract", "02_hidden_states", lambda facts, _: facts["tokens_per_second"]),
         ("train", "04_train", lambda facts, _: facts["tokens_per_second"]),
         ("export", "05_export", lambda _, made: made["seconds"]),
-        ("evaluate", "06_acceptance", lambda _, made: _prompts_per_second(run_config, made)),
+        ("evaluate", "06_acceptance", lambda _, made: _prompts_per_second(config, made)),
     ):
-        for manifest in _manifests(run_config, stage_name):
+        for manifest in _manifests(config, stage_name):
             try:
                 value = read(manifest["facts"], manifest)
                 if value > 0:
@@ -190,9 +191,9 @@ def _measured(run_config: config.Config) -> dict[str, tuple[float, str]]:
     return found
 
 
-def _prompts_per_second(run_config: config.Config, made: dict) -> float:
+def _prompts_per_second(config: Config, made: dict) -> float:
     """Of an earlier 06 with as many requests in flight and answers cut at the same length, else 0."""
-    acceptance = run_config.acceptance
+    acceptance = config.acceptance
     if made["config"]["acceptance"]["max_tokens"] != acceptance.max_tokens:
         return 0
     report = checked.read_or_empty(made["folder"] / "acceptance.json", run_files.Loads)
@@ -200,10 +201,10 @@ def _prompts_per_second(run_config: config.Config, made: dict) -> float:
     return sum(each["prompts"] for each in like) / sum(each["seconds"] for each in like)
 
 
-def _manifests(run_config: config.Config, stage_name: str) -> Iterable[dict]:
+def _manifests(config: Config, stage_name: str) -> Iterable[dict]:
     """Manifests of finished stages with this target, newest first, with their `folder` and `config`."""
     found = []
-    for path in run_config.run.dir.glob(f"*/{stage_name}/manifest.json"):
+    for path in config.run.dir.glob(f"*/{stage_name}/manifest.json"):
         try:
             manifest = stage.read_manifest(path.parent)
             resolved = stage.read_resolved(path.parent)
@@ -213,30 +214,30 @@ def _manifests(run_config: config.Config, stage_name: str) -> Iterable[dict]:
             manifest
             and resolved
             and manifest["status"] == "complete"
-            and resolved.get("target", {}).get("model") == str(run_config.target.model)
+            and resolved.get("target", {}).get("model") == str(config.target.model)
         ):
             found.append((path.stat().st_mtime, manifest | {"folder": path.parent, "config": resolved}))
     return [manifest for _, manifest in sorted(found, key=lambda each: -each[0])]
 
 
-def default_profile(run_config: config.Config) -> str:
+def default_profile(config: Config) -> str:
     """The profile of this machine and size of model; where none `is_of` them, the nearest."""
-    large, gpus = _is_large(run_config), gpu.names()
+    large, gpus = _is_large(config), gpu.names()
     nearest = "rtx_pro_6000_x8" if large else "h200_x1" if gpus else "cpu_2cores"
     return next((name for name in profiles() if profile(name).is_of(large, gpus)), nearest)
 
 
-def other_machine(run_config: config.Config, platform: Profile) -> str | None:
+def other_machine(config: Config, platform: Profile) -> str | None:
     """This machine in words, when the profile is of another one or of another size of model."""
     gpus = gpu.names()
-    if platform.is_of(_is_large(run_config), gpus):
+    if platform.is_of(_is_large(config), gpus):
         return None
     return ", ".join(f"{count}x {name}" for name, count in Counter(gpus).items()) or "no NVIDIA GPU"
 
 
-def _is_large(run_config: config.Config) -> bool:
+def _is_large(config: Config) -> bool:
     try:
-        return run_config.target.architecture.hidden_size > LARGE_MODEL
+        return config.target.architecture.hidden_size > LARGE_MODEL
     except ConfigError:
         # The default model is made when it is needed; another one that is not here is planned for the large box.
-        return run_config.target.model != model_folder.DEFAULT_MODEL
+        return config.target.model != model_folder.DEFAULT_MODEL

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import cli, config, errors, files, process, run_locks, signals
+from drafter import cli, errors, files, process, run_locks, signals
+from drafter.config import ROOT, STAGES, Config, Role, StageName
 from drafter.errors import ConfigError, Interrupted, StageError
 from drafter.pipeline import deadline, events, other_rows, plan, supervise
 from drafter.pipeline.production_units import Machine, only_logged
@@ -30,21 +31,21 @@ class Pipeline:
 
     def __init__(
         self,
-        run_config: config.Config,
+        config: Config,
         steps: tuple[Step, ...],
         limit: int | None,
         until: deadline.Deadline | None,
     ):
-        self.config = run_config
+        self.config = config
         self.steps = steps
         self.limit = limit
         self.deadline = until
-        self.state: dict = {"run": run_config.run.name, "status": "running", "stage": None, "stages": {}}
+        self.state: dict = {"run": config.run.name, "status": "running", "stage": None, "stages": {}}
         self.state["asked"] = [step.stage for step in steps]
-        self.machine = Machine(run_config)
+        self.machine = Machine(config)
         self.redo = False  # 02 may replace finished hidden states
         self.begun = False
-        self.offline: set[config.StageName] = set()  # these ask their server nothing
+        self.offline: set[StageName] = set()  # these ask their server nothing
         self._earlier: dict = {}  # how an earlier call ended, and where
 
     def run(self) -> int:
@@ -105,7 +106,7 @@ class Pipeline:
 
         preflight.refuse_findings(self.config, self._unfinished(self.steps))
 
-    def _unfinished(self, steps: tuple[Step, ...]) -> list[config.StageName]:
+    def _unfinished(self, steps: tuple[Step, ...]) -> list[StageName]:
         """Their stages that are not complete yet, as manifests say."""
         own = [step.stage for step in steps if step.stage not in self.config.run.take]
         manifests = {name: read_manifest(self.config.stage_dir(name)) for name in own}
@@ -210,7 +211,7 @@ class Pipeline:
         return spent if read_manifest(self.config.stage_dir(step.stage)) else 0
 
     def _command(self, step: Step) -> list[str]:
-        line = [sys.executable, str(config.ROOT / step.script), *self.config.arguments]
+        line = [sys.executable, str(ROOT / step.script), *self.config.arguments]
         if self.limit is not None:
             line += ["--limit", str(self.limit)]
         if self.redo and step.number == "02":
@@ -226,7 +227,7 @@ class Pipeline:
             line[1:1] = ["-m", "drafter.pipeline.torchrun", "--standalone", "--nproc-per-node", ranks]
         return line
 
-    def _role(self, step: Step) -> config.Role | None:
+    def _role(self, step: Step) -> Role | None:
         """The server a step needs; none where it only sums up anew, nor 01b once its deadline has passed."""
         is_past = step.number == "01b" and self.deadline is not None and time.time() >= self.deadline.at
         return None if is_past or step.stage in self.offline else step.role
@@ -264,7 +265,7 @@ class Pipeline:
         A stage that has begun keeps its plan, unless more is asked of it now than that was for.
         """
         found, planned = RunState(self.config), plan.to_record(self.config, self.limit)
-        for name in filter(found.manifest, config.STAGES):
+        for name in filter(found.manifest, STAGES):
             before, asked = found.plan.get(name, {"conversations": 0}), planned[name]["conversations"]
             if before.get("conversations", asked) >= asked:
                 planned[name] = before
@@ -287,7 +288,7 @@ class Pipeline:
             self.machine.restore_owed = killed or bool(self.machine.production)
         if "deadline" in found.state:
             self.state["deadline"] = found.state["deadline"]
-        self.state["stages"] = {name: seen for name in config.STAGES if (seen := found.pipeline_record(name))}
+        self.state["stages"] = {name: seen for name in STAGES if (seen := found.pipeline_record(name))}
         for name, seen in self.state["stages"].items():
             if seen.get("status") == "running":  # a call that was killed
                 seen |= {"status": "interrupted", "seconds": round(found.seconds(name), 1)}
@@ -331,9 +332,9 @@ class Pipeline:
         files.write_json(state_path(self.config), self.state)
 
 
-def state_path(run_config: config.Config) -> Path:
+def state_path(config: Config) -> Path:
     """The one file that says where the run is."""
-    return run_config.run_dir / "pipeline.json"
+    return config.run_dir / "pipeline.json"
 
 
 def chosen(first: str | None, only: str | None) -> tuple[Step, ...]:

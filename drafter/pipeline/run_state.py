@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter import checked, config, disk, files, process, progress, run_files, stage
+from drafter import checked, disk, files, process, progress, run_files, stage
+from drafter.config import STAGES, Config
 from drafter.errors import StageError
 from drafter.pipeline.deadline import ended_at
 
@@ -28,27 +29,27 @@ class Trouble(NamedTuple):
 class RunState:
     """Everything a run has left behind so far."""
 
-    def __init__(self, run_config: config.Config):
-        self.config = run_config
-        self.state = checked.read_or_empty(run_config.run_dir / "pipeline.json", run_files.State)
-        self.plan = checked.read_or_empty(run_config.run_dir / "plan.json", run_files.Plan)
+    def __init__(self, config: Config):
+        self.config = config
+        self.state = checked.read_or_empty(config.run_dir / "pipeline.json", run_files.State)
+        self.plan = checked.read_or_empty(config.run_dir / "plan.json", run_files.Plan)
         self.manifests = {}
-        for name in config.STAGES:
+        for name in STAGES:
             try:
-                self.manifests[name] = stage.read_manifest(run_config.stage_dir(name))
+                self.manifests[name] = stage.read_manifest(config.stage_dir(name))
             except StageError:
                 self.manifests[name] = {"stage": name, "status": "unreadable"}
         self.taken = self._taken()
-        self.freed = disk.freed(run_config.run_dir)
+        self.freed = disk.freed(config.run_dir)
         self.acceptance = checked.read_or_empty(
-            run_config.stage_dir("06_acceptance") / "acceptance.json", run_files.Acceptance
+            config.stage_dir("06_acceptance") / "acceptance.json", run_files.Acceptance
         )
-        self.metrics = checked.records_or_empty(run_config.stage_dir("04_train") / "metrics.jsonl", run_files.Metric)
+        self.metrics = checked.records_or_empty(config.stage_dir("04_train") / "metrics.jsonl", run_files.Metric)
 
     def _taken(self) -> dict[str, Path]:
         """Folders of stages taken from other runs: by this config, or by one that a stage was made with."""
         recorded: dict[str, Path] = {}
-        for name in config.STAGES:
+        for name in STAGES:
             with contextlib.suppress(StageError, OSError):
                 made_with = (stage.read_resolved(self.config.run_dir / name) or {"run": {}})["run"]
                 recorded |= {taken: Path(folder) for taken, folder in made_with.get("take", {}).items()}
@@ -88,7 +89,7 @@ class RunState:
 
     def has_begun(self) -> bool:
         """Whether this run has done anything; what it takes from another is not its own."""
-        stages = (self.status(name) not in ("not begun", "taken") for name in config.STAGES)
+        stages = (self.status(name) not in ("not begun", "taken") for name in STAGES)
         return self.config.run_dir.exists() and (bool(self.state) or any(stages))
 
     def status(self, name: str) -> str:
@@ -115,7 +116,7 @@ class RunState:
     def _is_outdated(self, name: str) -> bool:
         """Whether a stage before this one was finished after this one failed: the failure may be repaired."""
         failed = max(self.pipeline_record(name).get("ended", 0), seconds_of(self.manifest(name).get("updated")))
-        before = config.STAGES[: config.STAGES.index(name)]
+        before = STAGES[: STAGES.index(name)]
         finished = [
             self.manifest(each) for each in before if self.manifest(each).get("status") in ("complete", "partial")
         ]

@@ -8,20 +8,20 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import config
+from drafter.config import Config
 from drafter.serve import systemd
 
 # Tags of an entry of a POSIX ACL
 ACL_OWNER, ACL_GROUP, ACL_MASK, ACL_OTHER = 0x01, 0x04, 0x10, 0x20
 
 
-def shared_folder(run_config: config.Config) -> Iterator[str]:
+def shared_folder(config: Config) -> Iterator[str]:
     """Where the extract unit's user is to write, and that this user may rename and delete what that one writes."""
-    own, states = run_config.servers.extract, run_config.stage_dir("02_hidden_states")
-    if own.kind != "systemd" or missing_folder(run_config.run.dir):
+    own, states = config.servers.extract, config.stage_dir("02_hidden_states")
+    if own.kind != "systemd" or missing_folder(config.run.dir):
         return
     if own.link and (absent := missing_folder(own.link)):
-        if absent != run_config.run.dir:  # else it is made before
+        if absent != config.run.dir:  # else it is made before
             yield f"servers.extract.link: {absent} does not exist"
     elif own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
         yield f"servers.extract.link: {own.link} cannot be made a link; move away what is there, or chmod its folder"

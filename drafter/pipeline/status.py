@@ -7,23 +7,24 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 
-from drafter import config, files, stage
+from drafter import files, stage
+from drafter.config import STAGES, Config
 from drafter.pipeline.run_state import RunState
 from drafter.serve import gpu
 
 TAIL = 3  # lines of the current stage's log
 
 
-def lines(run_config: config.Config) -> Iterator[str]:
+def lines(config: Config) -> Iterator[str]:
     """The page, line by line."""
-    found = RunState(run_config)
-    state, standing = found.state, {name: found.status(name) for name in config.STAGES}
+    found = RunState(config)
+    state, standing = found.state, {name: found.status(name) for name in STAGES}
     if not found.has_begun():
-        yield f"run {run_config.run.name} has not begun ({run_config.run_dir})"
+        yield f"run {config.run.name} has not begun ({config.run_dir})"
         return
     alive, trouble = found.alive(), found.trouble()
-    yield f"run {run_config.run.name}: {_whole(found, standing)}, {run_config.run_dir}"
-    progress = {name: found.progress(name) for name in config.STAGES}
+    yield f"run {config.run.name}: {_whole(found, standing)}, {config.run_dir}"
+    progress = {name: found.progress(name) for name in STAGES}
     width = max(map(len, progress.values()))
     for name, stands in standing.items():
         if name in found.taken:
@@ -41,7 +42,7 @@ def lines(run_config: config.Config) -> Iterator[str]:
     if state.get("stage"):
         for line in found.latest_log(state["stage"]).splitlines()[-TAIL:]:
             yield f"  | {line}"
-    yield f"  disk: {files.size(files.free_bytes(run_config.run_dir))} free"
+    yield f"  disk: {files.size(files.free_bytes(config.run_dir))} free"
     memory = gpu.query_memory()
     if memory.unknown:
         yield f"  GPU memory: unknown ({memory.unknown})"
@@ -79,7 +80,7 @@ def _left(found: RunState) -> float:
     if not found.alive() or found.state["status"] != "running":
         return 0
     left = 0.0
-    for name in found.state.get("asked", config.STAGES):
+    for name in found.state.get("asked", STAGES):
         if name in found.plan and found.pipeline_record(name).get("status") != "complete":
             passed = found.seconds(name)
             planned = found.plan[name]["seconds"]
@@ -91,7 +92,7 @@ def _left(found: RunState) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.pipeline.status")
-    return stage.run_tool("status", lambda run_config, _: print("\n".join(lines(run_config))), arguments, argv)
+    return stage.run_tool("status", lambda config, _: print("\n".join(lines(config))), arguments, argv)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from drafter import config
+from drafter.config import Role, StageName
 
 
 @dataclass(frozen=True)
 class Step:
     number: str
-    stage: config.StageName
+    stage: StageName
     script: str
-    role: config.Role | None = None  # the server it talks to
+    role: Role | None = None  # the server it talks to
     machine: bool = True  # needs the GPUs: no other role may hold them meanwhile
 
 

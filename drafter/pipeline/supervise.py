@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
-from drafter import config, process, signals
+from drafter import process, signals
+from drafter.config import Config, Role, Server
 from drafter.errors import Interrupted, ResumableError, StageError
 from drafter.pipeline.run_state import BEGINS
 from drafter.serve import roles
@@ -26,21 +27,19 @@ SAVE_SECONDS = 120  # a stage that was asked to stop has this long to save
 LOOK_SECONDS = {"command": 0.5, "systemd": 5}  # between two looks at a server; sudo logs each one
 
 
-def run_step(
-    run_config: config.Config, role: config.Role | None, line: list[str], log_file: Path
-) -> tuple[int, dict]:
+def run_step(config: Config, role: Role | None, line: list[str], log_file: Path) -> tuple[int, dict]:
     """Run a stage's command to its end, again after an outage that outlasted its patience.
 
     Its exit code, and the summary it printed. Raises ResumableError when its server was repaired too often, and
     Interrupted, both after the stage has saved.
     """
     # Another's server is the stage's to wait for, and nobody's to restart.
-    ours = role and getattr(run_config.servers, role).kind != "external"
-    keeper = Keeper(run_config, role) if ours else None
+    ours = role and config.server(role).kind != "external"
+    keeper = Keeper(config, role) if ours else None
     try:
         while True:
             code, summary = _watch(line, log_file, keeper)
-            if code != ResumableError.exit_code or not keeper or not (reason := roles.why_unready(run_config, role)):
+            if code != ResumableError.exit_code or not keeper or not (reason := roles.why_unready(config, role)):
                 return code, summary
             keeper.repair(Unready(reason.cause, f"is unhealthy ({reason})"))
     finally:
@@ -51,13 +50,13 @@ def run_step(
 class Keeper:
     """The server of a stage: whether it lives and its engine answers; restarted at most `restarts` times."""
 
-    def __init__(self, run_config: config.Config, role: config.Role):
-        self.config, self.role = run_config, role
-        self.settings: config.Server = getattr(run_config.servers, role)
+    def __init__(self, config: Config, role: Role):
+        self.config, self.role = config, role
+        self.settings: Server = config.server(role)
         self.repairs = 0
         self.looked = time.monotonic()
         self.last_output = 0.0  # when the stage last wrote a line
-        self.health = HealthThread(run_config, role, lambda: self.last_output)
+        self.health = HealthThread(config, role, lambda: self.last_output)
 
     def hear(self) -> None:
         """The stage wrote a line."""
@@ -103,9 +102,9 @@ class HealthThread:
     that does not even accept a request may be starting again by itself, and has `start_minutes`.
     """
 
-    def __init__(self, run_config: config.Config, role: config.Role, last_output: Callable[[], float]):
-        self.config, self.role, self.last_output = run_config, role, last_output
-        self.settings: config.Server = getattr(run_config.servers, role)
+    def __init__(self, config: Config, role: Role, last_output: Callable[[], float]):
+        self.config, self.role, self.last_output = config, role, last_output
+        self.settings: Server = config.server(role)
         self.unhealthy: Unready | None = None
         self._over = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()

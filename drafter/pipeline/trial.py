@@ -2,23 +2,24 @@
 
 import shutil
 
-from drafter import config, locks, run_locks
+from drafter import locks, run_locks
+from drafter.config import Config, load
 from drafter.errors import ResumableError
 from drafter.pipeline.run import STEPS, Pipeline
 
 ROWS = 64
 
 
-def measure(run_config: config.Config) -> None:
+def measure(config: Config) -> None:
     """Measure this machine: 01b, 02 and 04 on some rows, in a run of which only the manifests stay, for the plan.
 
     What the run takes from other runs stays theirs. Raises ResumableError when a stage fails, ConfigError while the
     run itself is working: it has the machine.
     """
-    path, overrides = run_config.origin
-    short = config.load(path, [*overrides, f"run.name={run_config.run.name}-probe", "train.epochs=1"])
-    rows = max(ROWS, 2 * run_config.generate.concurrency)  # fewer would not fill the server for long
-    with locks.locked(run_config.run_dir, f"{run_locks.PIPELINE} --plan --probe"):
+    path, overrides = config.origin
+    short = load(path, [*overrides, f"run.name={config.run.name}-probe", "train.epochs=1"])
+    rows = max(ROWS, 2 * config.generate.concurrency)  # fewer would not fill the server for long
+    with locks.locked(config.run_dir, f"{run_locks.PIPELINE} --plan --probe"):
         if code := Pipeline(short, STEPS[:3], rows, None).run():
             raise ResumableError(f"the probe ended with exit code {code}: see {short.run_dir / 'logs'}")
         for step in STEPS[:3]:

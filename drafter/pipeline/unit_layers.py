@@ -5,20 +5,20 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import config
+from drafter.config import Config
 from drafter.serve.vllm_command import captured_layer_ids
 
 UNIT_FOLDERS = tuple(map(Path, ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system")))
 CAPTURED = re.compile(r'"eagle_aux_hidden_state_layer_ids":\s*(\[[\d,\s]*\])')
 
 
-def findings(run_config: config.Config) -> Iterator[str]:
+def findings(config: Config) -> Iterator[str]:
     """A finding for a unit whose files name other layers; none where they cannot be read or name no layers."""
-    own, wanted = run_config.servers.extract, captured_layer_ids(run_config)
+    own, wanted = config.servers.extract, captured_layer_ids(config)
     if own.kind != "systemd" or not (named := named_layers(own.unit)):
         return
     if missing := sorted(set(wanted) - set(named)):
-        why = " (extract.neighbour_ids adds the layer above each)" if run_config.extract.neighbour_ids else ""
+        why = " (extract.neighbour_ids adds the layer above each)" if config.extract.neighbour_ids else ""
         yield (
             f"servers.extract: the unit {own.unit} captures layers {named}, not {missing}{why}; name {wanted} in its "
             "--speculative-config, see docs/operations.md"

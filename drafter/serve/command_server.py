@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from drafter import config, files, locks, process, run_locks, signals
+from drafter import files, locks, process, run_locks, signals
+from drafter.config import ROOT, STAGES, Config, Role, Server
 from drafter.config_servers import SECRET_NAME
 from drafter.errors import ConfigError, ResumableError
 from drafter.serve.vllm_command import environment
@@ -33,20 +34,20 @@ LONGEST_LINE = 100  # characters of another process's command line in a message
 ANY_HOST = ("0.0.0.0", "::")
 
 
-def record_path(run_config: config.Config, role: config.Role) -> Path:
-    return run_config.run_dir / "servers" / f"{role}.json"
+def record_path(config: Config, role: Role) -> Path:
+    return config.run_dir / "servers" / f"{role}.json"
 
 
-def read_record(run_config: config.Config, role: config.Role) -> dict[str, Any] | None:
+def read_record(config: Config, role: Role) -> dict[str, Any] | None:
     """What was noted of the process we started for this role; None for another run's, of which this is a copy."""
-    path = record_path(run_config, role)
+    path = record_path(config, role)
     record = files.read_note(path, pid=int, boot=str, home=str, ready=bool, command=list, log=str)
     return record if record and record["home"] == files.inode_id(path.parent) else None
 
 
-def running(run_config: config.Config, role: config.Role) -> dict[str, Any] | None:
+def running(config: Config, role: Role) -> dict[str, Any] | None:
     """The record of this role's process, if it still lives (its pid was not given to another process)."""
-    record = read_record(run_config, role)
+    record = read_record(config, role)
     return record if record and process.lives(record) else None
 
 
@@ -57,36 +58,34 @@ def url_of(record: dict[str, Any]) -> str:
     return f"http://[{host}]:{given.get('--port')}" if ":" in host else f"http://{host}:{given.get('--port')}"
 
 
-def elsewhere(run_config: config.Config, role: config.Role) -> str | None:
+def elsewhere(config: Config, role: Role) -> str | None:
     """The address of this role's running server when it is not the config's."""
-    record, port = running(run_config, role), urlsplit(getattr(run_config.servers, role).url).port or 80
+    record, port = running(config, role), urlsplit(config.server(role).url).port or 80
     return url_of(record) if record and urlsplit(url_of(record)).port != port else None
 
 
 @contextlib.contextmanager
-def _exclusive(run_config: config.Config, role: config.Role) -> Iterator[None]:
+def _exclusive(config: Config, role: Role) -> Iterator[None]:
     """No other process starts or stops a server of this run meanwhile. Raises ConfigError when one does."""
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(locks.locked(record_path(run_config, role).parent, seconds=LOCK_SECONDS))
+            held.enter_context(locks.locked(record_path(config, role).parent, seconds=LOCK_SECONDS))
         except ConfigError:
             raise ConfigError(
-                f"server {role}: another process is starting or stopping a server of the run {run_config.run.name}; "
+                f"server {role}: another process is starting or stopping a server of the run {config.run.name}; "
                 "wait until it is done, then run the same command again"
             ) from None
         yield
 
 
-def start(
-    run_config: config.Config, role: config.Role, line: list[str], log_file: Path | None = None, alone: bool = False
-) -> bool:
+def start(config: Config, role: Role, line: list[str], log_file: Path | None = None, alone: bool = False) -> bool:
     """Start the process unless it runs already with this command line. Returns whether it is this process's to stop.
 
     Raises ConfigError when its address is taken, its interpreter does not run, or another live process uses the
     role's server: with another command line, or at all when the caller wants it `alone`.
     """
-    with _exclusive(run_config, role):
-        if record := running(run_config, role):
+    with _exclusive(config, role):
+        if record := running(config, role):
             owner = _other_owner(record)
             if owner and (alone or record["command"] != line):
                 raise ConfigError(
@@ -95,9 +94,9 @@ def start(
                 )
             if record["command"] == line:
                 if not owner:
-                    _write_record(run_config, role, record)
+                    _write_record(config, role, record)
                 return not owner
-            there, wanted = url_of(record), getattr(run_config.servers, role).url
+            there, wanted = url_of(record), config.server(role).url
             log.info(
                 "server %s of this run runs at %s with other arguments, and no process uses it: stopping it to start "
                 "it anew at %s",
@@ -105,49 +104,49 @@ def start(
                 there,
                 wanted,
             )
-        _end(run_config, role)  # also workers that outlived their server, before its record is overwritten
-        if fault := address_fault(run_config, role):
+        _end(config, role)  # also workers that outlived their server, before its record is overwritten
+        if fault := address_fault(config, role):
             raise ConfigError(fault)
-        path = log_file or record_path(run_config, role).with_suffix(".log")
+        path = log_file or record_path(config, role).with_suffix(".log")
         path.parent.mkdir(parents=True, exist_ok=True)
-        pid = _launch(run_config, role, line, path)
+        pid = _launch(config, role, line, path)
     log.info("server %s: started process %d, log in %s", role, pid, path)
     return True
 
 
-def _launch(run_config: config.Config, role: config.Role, line: list[str], path: Path) -> int:
+def _launch(config: Config, role: Role, line: list[str], path: Path) -> int:
     """Start the process and record it, or leave none behind."""
     child: subprocess.Popen | None = None
     try:
         with open(path, "ab") as output, signals.held():
-            child = _open_process(run_config, role, line, output)
+            child = _open_process(config, role, line, output)
             facts = process.identity(child.pid) | {"command": line, "log": str(path), "ready": False}
-            _write_record(run_config, role, facts)
+            _write_record(config, role, facts)
     except BaseException:
         if child is not None:
             process.end_session(child.pid, 0)
-            record_path(run_config, role).unlink(missing_ok=True)
+            record_path(config, role).unlink(missing_ok=True)
         raise
     return child.pid
 
 
-def _open_process(run_config: config.Config, role: config.Role, line: list[str], output: Any) -> subprocess.Popen:
+def _open_process(config: Config, role: Role, line: list[str], output: Any) -> subprocess.Popen:
     try:
         return subprocess.Popen(
             line,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(getattr(run_config.servers, role)),
+            env=environment(config.server(role)),
             start_new_session=True,
         )
     except OSError as error:
         raise ConfigError(f"servers.{role}.python: {line[0]} does not run ({error.strerror})") from None
 
 
-def _write_record(run_config: config.Config, role: config.Role, facts: dict[str, Any]) -> None:
+def _write_record(config: Config, role: Role, facts: dict[str, Any]) -> None:
     """Record the process as one that is used by this process."""
-    path = record_path(run_config, role)
+    path = record_path(config, role)
     files.write_json(path, facts | {"home": files.inode_id(path.parent), "owner": process.identity(os.getpid())})
 
 
@@ -163,28 +162,28 @@ def _other_owner(record: dict[str, Any]) -> dict[str, Any] | None:
     return owner if owner and owner["pid"] != os.getpid() else None
 
 
-def mark_ready(run_config: config.Config, role: config.Role) -> None:
+def mark_ready(config: Config, role: Role) -> None:
     """From now on the server gets `stop_seconds` to end, since it has requests to finish."""
-    with contextlib.suppress(ConfigError), _exclusive(run_config, role):  # else it is being stopped
-        record = running(run_config, role)
+    with contextlib.suppress(ConfigError), _exclusive(config, role):  # else it is being stopped
+        record = running(config, role)
         if record and not record["ready"]:
-            files.write_json(record_path(run_config, role), record | {"ready": True})
+            files.write_json(record_path(config, role), record | {"ready": True})
 
 
-def stop(run_config: config.Config, role: config.Role, hangs: bool = False, at_most: float = math.inf) -> bool:
+def stop(config: Config, role: Role, hangs: bool = False, at_most: float = math.inf) -> bool:
     """End the recorded process and its session. Returns whether there was one.
 
     Raises ResumableError naming processes that cannot be ended; their record stays. ConfigError when another process
     is starting or stopping a server of this run.
     """
-    if not record_path(run_config, role).exists():
+    if not record_path(config, role).exists():
         return False
-    with _exclusive(run_config, role):
-        return _end(run_config, role, hangs, at_most)
+    with _exclusive(config, role):
+        return _end(config, role, hangs, at_most)
 
 
-def _end(run_config: config.Config, role: config.Role, hangs: bool = False, at_most: float = math.inf) -> bool:
-    record = read_record(run_config, role)
+def _end(config: Config, role: Role, hangs: bool = False, at_most: float = math.inf) -> bool:
+    record = read_record(config, role)
     # Workers may outlive the leader; but a pid that was given to another process since is not ours to end.
     if (
         record
@@ -192,28 +191,28 @@ def _end(run_config: config.Config, role: config.Role, hangs: bool = False, at_m
         and process.start_time(record["pid"]) in (None, record.get("birth"))
     ):
         patient = record["ready"] and not hangs
-        seconds = min(getattr(run_config.servers, role).stop_seconds, at_most, math.inf if patient else QUICK_SECONDS)
+        seconds = min(config.server(role).stop_seconds, at_most, math.inf if patient else QUICK_SECONDS)
         log.info("server %s: stopping process %d (at most %.0f s)", role, record["pid"], seconds)
         began = time.monotonic()
         if left := process.end_session(record["pid"], seconds):
             raise ResumableError(f"server {role}: process {', '.join(map(str, left))} hangs and cannot be ended")
         log.info("server %s: stopped after %.1f s", role, time.monotonic() - began)
-    record_path(run_config, role).unlink(missing_ok=True)
+    record_path(config, role).unlink(missing_ok=True)
     return record is not None
 
 
 # Who has the address
 
 
-def address_fault(run_config: config.Config, role: config.Role) -> str | None:
+def address_fault(config: Config, role: Role) -> str | None:
     """Why a server of this role could not listen at its address, which process has it, and what to do.
 
     A server that boots has bound its port and does not listen yet, which a trial with SO_REUSEADDR does not see, and
     one without takes connections that wait to expire for a server. So command lines are looked at as well.
     """
-    server: config.Server = getattr(run_config.servers, role)
+    server: Server = config.server(role)
     why = f"servers.{role}.url: cannot listen at {server.url}"
-    if there := at_address(run_config, role):
+    if there := at_address(config, role):
         return f"{why} (Address already in use): it is held by {there}"
     address = urlsplit(server.url)
     try:
@@ -228,13 +227,13 @@ def address_fault(run_config: config.Config, role: config.Role) -> str | None:
     return None
 
 
-def at_address(run_config: config.Config, role: config.Role) -> str | None:
+def at_address(config: Config, role: Role) -> str | None:
     """The process that serves at a role's address, or boots to do so, and what to do; None where none is seen."""
-    server: config.Server = getattr(run_config.servers, role)
-    for path in sorted(run_config.run.dir.glob("*/servers/*.json")):
+    server: Server = config.server(role)
+    for path in sorted(config.run.dir.glob("*/servers/*.json")):
         record = _live_record(path)
         if record and _serves(record["command"], server.url):
-            return _of_a_run(run_config, role, path, record)
+            return _of_a_run(config, role, path, record)
     callers = {
         os.getpid(),
         *(parent.pid for parent in psutil.Process().parents()),
@@ -242,13 +241,13 @@ def at_address(run_config: config.Config, role: config.Role) -> str | None:
     for each in psutil.process_iter(["pid", "cmdline"]):
         pid = each.info["pid"]
         if pid not in callers and _serves(each.info["cmdline"] or [], server.url) and _in_our_network(pid):
-            return _of_no_run_here(run_config, role, pid)
+            return _of_no_run_here(config, role, pid)
     port = urlsplit(server.url).port or 80
     with contextlib.suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             listens = found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid
             if listens and found.laddr.ip in (*ANY_HOST, *_numbers(urlsplit(server.url).hostname)):
-                return _of_no_run_here(run_config, role, found.pid)
+                return _of_no_run_here(config, role, found.pid)
     return None
 
 
@@ -261,7 +260,7 @@ def _live_record(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _of_a_run(run_config: config.Config, role: config.Role, path: Path, record: dict[str, Any]) -> str:
+def _of_a_run(config: Config, role: Role, path: Path, record: dict[str, Any]) -> str:
     run_dir = path.parent.parent
     who = f"process {record['pid']}, the server {path.stem} of the run {run_dir.name}"
     if owner := _owner(record):
@@ -269,27 +268,27 @@ def _of_a_run(run_config: config.Config, role: config.Role, path: Path, record: 
     elif busy := _busy(run_dir):
         who += f", which is at work{locks.describe(busy[0])}"
     else:
-        configs = [run_dir / name / "config.yaml" for name in config.STAGES]
+        configs = [run_dir / name / "config.yaml" for name in STAGES]
         known = next((str(each) for each in configs if each.exists()), "CONFIG-OF-THAT-RUN")
         down = shlex.join(["python", "-m", "drafter.serve", "down", path.stem, "--config", known])
-        return f"{who}, which no process uses now; {_another_port(run_config, role)}, or end it with `{down}`"
-    return f"{who}; wait until it has ended{_or_another_port(run_config, role)}"
+        return f"{who}, which no process uses now; {_another_port(config, role)}, or end it with `{down}`"
+    return f"{who}; wait until it has ended{_or_another_port(config, role)}"
 
 
 def _busy(run_dir: Path) -> list[Path]:
     """The places of a run, itself or its stages, that processes work in now."""
-    stages = [place for name in config.STAGES for place in run_locks.workers(run_dir / name)]
+    stages = [place for name in STAGES for place in run_locks.workers(run_dir / name)]
     return [run_dir] * locks.in_use(run_dir) + stages
 
 
-def _of_no_run_here(run_config: config.Config, role: config.Role, pid: int) -> str:
+def _of_no_run_here(config: Config, role: Role, pid: int) -> str:
     who = f"process {pid} ({_words(pid)})"
     if path := _record_of_our_server(pid):
         if (record := _live_record(path)) and record["pid"] == pid:
-            return _of_a_run(run_config, role, path, record)
+            return _of_a_run(config, role, path, record)
         if _has_no_parent(pid):
             return f"{who}, a server of this project that no run records any more; `kill {pid}` ends it"
-    return f"{who}, which no run here has recorded; wait until it has ended{_or_another_port(run_config, role)}"
+    return f"{who}, which no run here has recorded; wait until it has ended{_or_another_port(config, role)}"
 
 
 def _record_of_our_server(pid: int) -> Path | None:
@@ -297,7 +296,7 @@ def _record_of_our_server(pid: int) -> Path | None:
     with contextlib.suppress(psutil.Error, OSError):
         paths = psutil.Process(pid).environ().get("PYTHONPATH", "").split(os.pathsep)
         log_file = Path(os.readlink(f"/proc/{pid}/fd/1").removesuffix(" (deleted)"))
-        if str(config.ROOT) in paths and log_file.parent.name == "servers" and log_file.suffix == ".log":
+        if str(ROOT) in paths and log_file.parent.name == "servers" and log_file.suffix == ".log":
             return log_file.with_suffix(".json")
     return None
 
@@ -310,15 +309,15 @@ def _has_no_parent(pid: int) -> bool:
     return False
 
 
-def _or_another_port(run_config: config.Config, role: config.Role) -> str:
-    kind = getattr(run_config.servers, role).kind
-    return f", or {_another_port(run_config, role)}" if kind == "command" else ""
+def _or_another_port(config: Config, role: Role) -> str:
+    kind = config.server(role).kind
+    return f", or {_another_port(config, role)}" if kind == "command" else ""
 
 
-def _another_port(run_config: config.Config, role: config.Role) -> str:
+def _another_port(config: Config, role: Role) -> str:
     """The argument that moves a role to the next free port."""
-    address = urlsplit(getattr(run_config.servers, role).url)
-    others = {urlsplit(getattr(run_config.servers, each).url).port for each in get_args(config.Role)}
+    address = urlsplit(config.server(role).url)
+    others = {urlsplit(config.server(each).url).port for each in get_args(Role)}
     host, port = address.hostname or "127.0.0.1", address.port or 80
     free = (each for each in range(port + 1, 65536) if each not in others and _is_free(host, each))
     name = f"[{host}]" if ":" in host else host

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from drafter import config
+from drafter.config import Config, Role, Server
 from drafter.serve import gpu
 
 PROBE_SECONDS = 60  # a completion of one token that takes longer is a hang, also right after compiling kernels
@@ -43,26 +43,26 @@ class Unready:
         return self.sentence
 
 
-def why_unready(run_config: config.Config, role: config.Role, patience: float | None = None) -> Unready | None:
+def why_unready(config: Config, role: Role, patience: float | None = None) -> Unready | None:
     """The first reason why a running server would not serve a request of this run, or None when it is ready.
 
     Ready means: /health is 200, the served name is listed with enough context, the GPUs hold the model, and one real
     completion came back with token ids within `patience` seconds (an API can be healthy over a dead engine).
     """
-    server: config.Server = getattr(run_config.servers, role)
+    server: Server = config.server(role)
     try:
         _request(server, "/health", None, ASK_SECONDS)
         listed = {model["id"]: model for model in _request(server, "/v1/models", None, ASK_SECONDS)["data"]}
-        if (name := run_config.target.served_name) not in listed:
+        if (name := config.target.served_name) not in listed:
             return Unready(Cause.UNFIT, f"{server.url} serves {', '.join(listed)}, not target.served_name {name}")
-        needed, offered = context_needed(run_config, role), listed[name].get("max_model_len")
+        needed, offered = context_needed(config, role), listed[name].get("max_model_len")
         if offered is not None and offered < needed:
             return Unready(Cause.UNFIT, f"its max_model_len is {offered}, this run needs {needed}")
-        folder = run_config.stage_dir("02_hidden_states")
+        folder = config.stage_dir("02_hidden_states")
         if server.link and server.link.resolve() != folder.resolve():
             sentence = f"{server.link} does not lead to {folder}: the server writes for another run"
             return Unready(Cause.UNFIT, sentence)
-        if reason := gpu.not_loaded(server.gpus, run_config.target.model):
+        if reason := gpu.not_loaded(server.gpus, config.target.model):
             return Unready(Cause.LOADING, reason)
         body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         reply = _request(server, "/v1/completions", body, patience or PROBE_SECONDS)
@@ -81,19 +81,19 @@ def why_unready(run_config: config.Config, role: config.Role, patience: float | 
     return None
 
 
-def context_needed(run_config: config.Config, role: config.Role) -> int:
+def context_needed(config: Config, role: Role) -> int:
     """Smallest `max_model_len` this run can work with: every role adds at least one token to a prompt."""
     return (
         1
         + {
-            "generate": run_config.generate.max_tokens,
-            "extract": run_config.target.max_seq_len,
-            "evaluate": run_config.acceptance.max_tokens,
+            "generate": config.generate.max_tokens,
+            "extract": config.target.max_seq_len,
+            "evaluate": config.acceptance.max_tokens,
         }[role]
     )
 
 
-def found_at(server: config.Server) -> str:
+def found_at(server: Server) -> str:
     """What answers at the address of a role that is down, in words; empty when nothing does."""
     try:
         served = ", ".join(model["id"] for model in _request(server, "/v1/models", None, 2)["data"])
@@ -108,7 +108,7 @@ class _Refused(Exception):
     """A status other than 200."""
 
 
-def _request(server: config.Server, path: str, body: dict | None, seconds: float) -> Any:
+def _request(server: Server, path: str, body: dict | None, seconds: float) -> Any:
     """The JSON of a reply; None for an empty one.
 
     Raises TimeoutError when it is not whole in time after the connection was accepted, OSError when none is.

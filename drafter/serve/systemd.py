@@ -5,7 +5,8 @@ import os
 import shlex
 from pathlib import Path
 
-from drafter import config, process
+from drafter import process
+from drafter.config import Server
 from drafter.errors import ConfigError, StageError
 
 TAIL_LINES = 40
@@ -37,7 +38,7 @@ REMEDIES = {  # by what systemctl or sudo says
 }
 
 
-def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> str:
+def systemctl(server: Server, *arguments: str, timeout: float = 60) -> str:
     """Raises ConfigError when systemctl refuses (no right, no such unit), ResumableError when it does not end."""
     line = [*server.systemctl, *arguments]
     try:
@@ -52,7 +53,7 @@ def systemctl(server: config.Server, *arguments: str, timeout: float = 60) -> st
     return done.stdout
 
 
-def properties(server: config.Server) -> dict[str, str]:
+def properties(server: Server) -> dict[str, str]:
     """What systemd says of the role's unit, its state and its user. Raises ConfigError when it is not installed."""
     found = dict(line.split("=", 1) for line in systemctl(server, *SHOW, server.unit).splitlines() if "=" in line)
     if found.get("LoadState") == "not-found":
@@ -60,25 +61,25 @@ def properties(server: config.Server) -> dict[str, str]:
     return found
 
 
-def is_active(server: config.Server) -> bool:
+def is_active(server: Server) -> bool:
     """Whether the unit runs, starts, or waits to start until another one has stopped. Raises ConfigError."""
     found = properties(server)
     queued = found.get("ActiveState") in ("inactive", "failed") and found.get("Job")
     return bool(queued) or found.get("ActiveState") in ("active", "activating", "reloading")
 
 
-def restarts(server: config.Server) -> int:
+def restarts(server: Server) -> int:
     """How often systemd restarted the unit by itself. Raises ConfigError."""
     return int(properties(server).get("NRestarts") or 0)
 
 
-def commands(server: config.Server) -> list[list[str]]:
+def commands(server: Server) -> list[list[str]]:
     """Every command line that a night runs on the unit: the rights that a prefix must give."""
     verbs = (FORGIVE, START, STOP, SHOW)
     return [[*server.systemctl, *verb, server.unit] for verb in verbs] + [_journal(server)]
 
 
-def start(server: config.Server) -> None:
+def start(server: Server) -> None:
     """Start the unit, however often it was started or died lately. Raises ConfigError.
 
     Beyond the unit's StartLimitBurst systemd would take the request, report success, and start nothing.
@@ -88,11 +89,11 @@ def start(server: config.Server) -> None:
     systemctl(server, *START, server.unit)
 
 
-def stop(server: config.Server) -> None:
+def stop(server: Server) -> None:
     systemctl(server, *STOP, server.unit, timeout=server.stop_seconds + 60)
 
 
-def tail(server: config.Server) -> str:
+def tail(server: Server) -> str:
     """The last lines of the unit's journal, of earlier starts too: `systemctl status` shows the latest one's only."""
     try:
         return process.run(_journal(server), JOURNAL_SECONDS, env=os.environ | NO_PAGER).stdout
@@ -100,7 +101,7 @@ def tail(server: config.Server) -> str:
         return f"its journal cannot be read: {error}"
 
 
-def _journal(server: config.Server) -> list[str]:
+def _journal(server: Server) -> list[str]:
     asked = [
         Path(word).with_name("journalctl") if Path(word).name == "systemctl" else word for word in server.systemctl
     ]

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from drafter import config, process, torchrun_env
+from drafter import process, torchrun_env
+from drafter.config import Config, Role, Server
 
 
-def command(
-    run_config: config.Config, role: config.Role, drafter: Path | None = None, num_speculative_tokens: int = 3
-) -> list[str]:
+def command(config: Config, role: Role, drafter: Path | None = None, num_speculative_tokens: int = 3) -> list[str]:
     """The vLLM command line of a role."""
-    server, target = getattr(run_config.servers, role), run_config.target
+    server, target = config.server(role), config.target
     address = urlsplit(server.url)
     flags: dict[str, Any] = {
         "model": str(target.model),
@@ -24,7 +23,7 @@ def command(
         "trust-remote-code": target.trust_remote_code or None,
     }
     if role == "extract":
-        flags |= _extraction_flags(run_config)
+        flags |= _extraction_flags(config)
     if drafter is not None:
         flags["speculative-config"] = {
             "method": "eagle3",
@@ -50,16 +49,16 @@ def _flag(flag: str, value: Any) -> list[str]:
     return [f"--{flag}", str(value)]
 
 
-def captured_layer_ids(run_config: config.Config) -> list[int]:
+def captured_layer_ids(config: Config) -> list[int]:
     """Layers the extract server captures, in vLLM's ids: the target's, and their upper neighbours when asked."""
-    ids = set(run_config.target.layer_ids)
-    if run_config.extract.neighbour_ids:
-        ids |= {layer + 1 for layer in run_config.target.aux_layer_ids}
+    ids = set(config.target.layer_ids)
+    if config.extract.neighbour_ids:
+        ids |= {layer + 1 for layer in config.target.aux_layer_ids}
     return sorted(ids)
 
 
-def _extraction_flags(run_config: config.Config) -> dict[str, Any]:
-    captured = captured_layer_ids(run_config)
+def _extraction_flags(config: Config) -> dict[str, Any]:
+    captured = captured_layer_ids(config)
     return {
         "speculative-config": {
             "method": "extract_hidden_states",
@@ -71,17 +70,17 @@ def _extraction_flags(run_config: config.Config) -> dict[str, Any]:
             "kv_connector_module_path": "drafter.extract.connector",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {
-                "shared_storage_path": str(run_config.stage_dir("02_hidden_states")),
+                "shared_storage_path": str(config.stage_dir("02_hidden_states")),
                 "allow_custom_save_path": True,
-                "num_writer_threads": run_config.extract.writer_threads,
-                "queue_gb": run_config.extract.queue_gb,
+                "num_writer_threads": config.extract.writer_threads,
+                "queue_gb": config.extract.queue_gb,
                 "layer_ids": captured,
             },
         },
     }
 
 
-def environment(server: config.Server) -> dict[str, str]:
+def environment(server: Server) -> dict[str, str]:
     """Environment of a `command` server: ours, offline, its `gpus`, our connector; then the config's own.
 
     Raises ConfigError for a secret that a written config leaves out and that is not exported.

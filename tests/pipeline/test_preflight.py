@@ -30,7 +30,7 @@ def load(tmp_path, model):
     def make(*overrides, fake="", ports=None):
         sets = [f"run.dir={tmp_path / 'runs'}", f"servers.evaluate.python={SCRIPTS / 'fake_vllm'}"]
         for role in ("generate", "extract", "evaluate"):
-            url = getattr(ports.servers, role).url if ports else f"http://127.0.0.1:{free_port()}"
+            url = ports.server(role).url if ports else f"http://127.0.0.1:{free_port()}"
             sets.append(f"servers.{role}.url={url}")
         return config.load(CPU_CONFIG, [*sets, f"servers.evaluate.env={{FAKE: '{fake}'}}", *overrides])
 
@@ -234,7 +234,7 @@ def test_a_role_is_checked_only_while_a_stage_that_starts_it_is_left(load, role,
     finish(run_config, *config.STAGES)
     with socket.socket() as taken:
         if not override:
-            taken.bind(("127.0.0.1", int(getattr(run_config.servers, role).url.rpartition(":")[2])))
+            taken.bind(("127.0.0.1", int(run_config.server(role).url.rpartition(":")[2])))
             taken.listen()
         for name in config.STAGES:
             told = any(OF_A_ROLE[override] in line for line in found(run_config, (name,)))

@@ -10,13 +10,14 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from drafter import checked, config, disk, errors, files, run_files, stage
+from drafter import checked, disk, errors, files, run_files, stage
 from drafter.acceptance.wording import caveats, length, named, recommendation
+from drafter.config import STAGES, Config
 from drafter.errors import ConfigError
 from drafter.pipeline.report import charts, elements
 from drafter.pipeline.run_state import NOT_ASKED, RunState, seconds_of
 
-NUMBERS = {name: name.partition("_")[0] for name in config.STAGES}
+NUMBERS = {name: name.partition("_")[0] for name in STAGES}
 HISTOGRAM_ROWS = 50_000
 SPREAD = ("typical", "low", "high")  # of a planned time
 
@@ -51,10 +52,10 @@ COMPARED = {
 STYLE = Path(__file__).with_name("report.css")
 
 
-def write(run_config: config.Config) -> Path:
+def write(config: Config) -> Path:
     """Write `report.html` of a run and return its path."""
-    path = run_config.run_dir / "report.html"
-    text = page(RunState(run_config))
+    path = config.run_dir / "report.html"
+    text = page(RunState(config))
     files.write_text(path, text.encode(errors="backslashreplace").decode())  # a file's name may be no text
     return path
 
@@ -116,7 +117,7 @@ def verdict(found: RunState) -> str:
         return elements.box(
             "bad", f"No drafter yet: {where}", f"{escape(trouble.reason)}; {errors.next_action(code)}."
         )
-    standing = {name: found.status(name) for name in config.STAGES}
+    standing = {name: found.status(name) for name in STAGES}
     begun = [f"{name} {said}" for name, said in standing.items() if said != "not begun"]
     return elements.box("wait", "Not measured yet", escape(", ".join(begun) or "Not begun") + ".")
 
@@ -152,7 +153,7 @@ def _prompt_sources(found: RunState) -> str:
 def timeline(found: RunState) -> str:
     """Stages as planned and as they were; servers and repairs are part of a stage's time."""
     body = []
-    for name in config.STAGES:
+    for name in STAGES:
         seen, manifest = found.pipeline_record(name), found.manifest(name)
         began = seen.get("started") or seconds_of(manifest.get("started"))
         started = f"{datetime.fromtimestamp(began):%a %H:%M}" if began else ""
@@ -163,10 +164,10 @@ def timeline(found: RunState) -> str:
 
 def durations(found: RunState) -> str:
     series = {
-        "planned": [found.planned(name).get("typical") for name in config.STAGES],
-        "actual": [found.minutes(name) for name in config.STAGES],
+        "planned": [found.planned(name).get("typical") for name in STAGES],
+        "actual": [found.minutes(name) for name in STAGES],
     }
-    return charts.bars("Minutes by stage", [NUMBERS[name] for name in config.STAGES], series, "stage", "min")
+    return charts.bars("Minutes by stage", [NUMBERS[name] for name in STAGES], series, "stage", "min")
 
 
 def throughput(found: RunState) -> list[str]:
@@ -259,7 +260,7 @@ def rows(found: RunState) -> str:
 
 def space(found: RunState) -> str:
     body = []
-    for name in config.STAGES:
+    for name in STAGES:
         folder = found.config.stage_dir(name)
         if folder.exists():
             planned = found.plan.get(name, {}).get("bytes")
@@ -270,7 +271,7 @@ def space(found: RunState) -> str:
 
 
 def rerun(found: RunState) -> str:
-    own = [name for name in config.STAGES if name not in found.config.run.take]
+    own = [name for name in STAGES if name not in found.config.run.take]
     lines = [found.config.pipeline("--only", NUMBERS[name]) for name in own]
     hint = '<p class="soft">A finished stage has nothing to do: remove its folder first.</p>'
     return elements.section("Run a stage again", f"<pre>{escape(chr(10).join(lines))}</pre>{hint}")
@@ -306,9 +307,9 @@ def _rates(progressed: list[dict]) -> tuple[list[tuple[float, float]], str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    def body(run_config: config.Config, _args) -> None:
-        if not RunState(run_config).has_begun():
-            raise ConfigError(f"run {run_config.run.name} has not begun ({run_config.run_dir})")
-        print(write(run_config))
+    def body(config: Config, _args) -> None:
+        if not RunState(config).has_begun():
+            raise ConfigError(f"run {config.run.name} has not begun ({config.run_dir})")
+        print(write(config))
 
     return stage.run_tool("report", body, stage.tool_parser(__doc__, "python -m drafter.pipeline.report"), argv)
