@@ -14,7 +14,7 @@ from drafter.generate import stage as generate
 
 def body(this: stage.Stage) -> dict:
     if this.args.dry_run:
-        return generate.plan(this)
+        return generate.dry_run(this)
     this.config.check_against_model()
     chat.check_template(this.config)
     this.lock()

@@ -41,24 +41,24 @@ def body(run: stage.Stage) -> dict:
     config, folder = run.config, run.folder
     share = worklist.Share.parse(run.args.shard)
     items, rejected = worklist.read_items(config, run.args.limit)
-    done = worklist.present(folder, items)
+    done = worklist.extracted_rows(folder, items)
     todo = [item for item in items if item.row_id in share and item.row_id not in done]
     if run.args.dry_run:
         return extract.dry_run(run, items, rejected, todo)
 
     extract.check_upstream(run, items, rejected)
-    run.lock("01b_synthetic", own=partial(worklist.locked, folder, share))
+    run.lock("01b_synthetic", own=partial(worklist.locked_share, folder, share))
     if run.args.probe:
         return extract.probe_only(run, items, share)
     run.refuse_another_question()
     if run.args.verify:
         run.begin(extract.QUESTION)
         return extract.verify(run, items, rejected, share)
-    if todo := worklist.adopt(config, folder, todo, share):
+    if todo := worklist.adopt_files(config, folder, todo, share):
         extract.check_ready(run, todo)
-    weights_fingerprint.check(config, recording=True)
+    weights_fingerprint.check_same_weights(config, recording=True)
     run.begin(extract.QUESTION)
-    worklist.sweep(folder, share)
+    worklist.remove_unpublished(folder, share)
     if not todo:
         stage.say("nothing left to extract: %d rows", len(items))
         return extract.settle(run, items, rejected, share)
@@ -69,11 +69,11 @@ def body(run: stage.Stage) -> dict:
     try:
         client.run_interruptible(extraction.run())
     except BaseException:
-        worklist.sweep(folder, share)
-        with worklist.merging(folder):
-            extract.record(run, items, rejected, share, extraction)
+        worklist.remove_unpublished(folder, share)
+        with worklist.merge_lock(folder):
+            extract.record_counts(run, items, rejected, share, extraction)
         raise
-    worklist.sweep(folder, share)
+    worklist.remove_unpublished(folder, share)
     return extract.settle(run, items, rejected, share, extraction)
 
 

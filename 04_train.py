@@ -13,7 +13,7 @@ from drafter.train import stage as train
 
 def body(this: stage.Stage) -> dict:
     this.config.check_against_model()
-    return train.plan(this) if this.args.dry_run else train.run(this)
+    return train.dry_run(this) if this.args.dry_run else train.run(this)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from drafter.export import stage as export
 
 def body(this: stage.Stage) -> dict:
     if this.args.dry_run:
-        return acceptance.plan_smoke(this) if this.args.smoke else export.plan(this)
+        return acceptance.dry_run_smoke(this) if this.args.smoke else export.dry_run(this)
     this.lock("04_train", "02_hidden_states")
     if this.args.smoke and not export.is_trained(this.config):
-        return acceptance.smoke(this)
+        return acceptance.smoke_test(this)
     summary = export.run(this)
-    model_card.write(this.config)
-    return acceptance.smoke(this) if this.args.smoke else summary
+    model_card.write_card(this.config)
+    return acceptance.smoke_test(this) if this.args.smoke else summary
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,11 +15,11 @@ from drafter.export import stage as export
 
 def body(this: stage.Stage) -> dict:
     if this.args.dry_run:
-        return acceptance.plan(this)
+        return acceptance.dry_run(this)
     this.lock("05_export", "01b_synthetic")
     summary = acceptance.run(this)
-    if export.folder(this.config).exists():
-        model_card.write(this.config)
+    if export.drafter_folder(this.config).exists():
+        model_card.write_card(this.config)
     return summary
 
 

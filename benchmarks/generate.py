@@ -103,7 +103,7 @@ def loopback() -> Iterator[str]:
 async def bare(run_config: config.Config, path: Path, seeds: bool) -> dict:
     """A: the same bodies with nothing around them; one connection a worker, replies parsed and counted."""
     requests = prompts.Requests(path)
-    bodies = [chat.body(requests[i], [], run_config) for i in range(len(requests))]
+    bodies = [chat.chat_body(requests[i], [], run_config) for i in range(len(requests))]
     if not seeds:
         bodies = [{key: value for key, value in body.items() if key != "seed"} for body in bodies]
     url, tokens, queue = run_config.servers.generate.url + chat.CHAT, 0, iter(bodies)
@@ -126,7 +126,7 @@ async def bare(run_config: config.Config, path: Path, seeds: bool) -> dict:
 async def client_only(run_config: config.Config, path: Path) -> dict:
     """Our client without the stage: what its retries and counts cost."""
     requests, settings = prompts.Requests(path), run_config.generate
-    bodies = [chat.body(requests[i], [], run_config) for i in range(len(requests))]
+    bodies = [chat.chat_body(requests[i], [], run_config) for i in range(len(requests))]
     queue = iter(bodies)
     async with client.Client(run_config.servers.generate, concurrency=settings.concurrency, outage_minutes=1) as one:
 

@@ -205,14 +205,14 @@ class Ours:
         from drafter.train import draft_model
 
         target, verifier = make_target(shape, folder)
-        self.model = draft_model.build(random_weights(shape), native_config(shape), verifier, target)
+        self.model = draft_model.build_drafter(random_weights(shape), native_config(shape), verifier, target)
         compute = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model.prepare(verifier, compute, shape.steps)
         self.model.to(device())
         groups = ("layer", "fc", "norms")
-        draft_model.trainable(self.model, groups)
+        draft_model.freeze_all_but(self.model, groups)
         self.wrapped = wrap(self.model, compute) if wrap else self.model
-        self.parameters = list(draft_model.trainable(self.model, groups).values())
+        self.parameters = list(draft_model.freeze_all_but(self.model, groups).values())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
         self.host = host_pack(shape, pack)
         self.scale = torch.full((shape.steps,), 1.0 / len(self.host.anchors), device=device())
@@ -245,7 +245,7 @@ class Ours:
         mark("backward")
         loss.backward()
         mark("optimizer")
-        norm = distributed.whole(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0))
+        norm = distributed.gather(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0))
         *_, norm = torch.cat([stats.flatten(), norm.reshape(1)]).tolist()  # the one transfer a step
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -300,7 +300,9 @@ class Library:
 
         cuda = torch.cuda.is_available()
         target, verifier = make_target(shape, folder)
-        self.model = library_model(draft_model.build(random_weights(shape), native_config(shape), verifier, target))
+        self.model = library_model(
+            draft_model.build_drafter(random_weights(shape), native_config(shape), verifier, target)
+        )
         for name in ("embed_tokens", "verifier_lm_head", "verifier_norm", "lm_head"):
             getattr(self.model, name).requires_grad_(False)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -505,8 +507,8 @@ def part_files(shape: Shape, arguments) -> None:
             path = folder / contracts.states_path(row_id)
             path.parent.mkdir(exist_ok=True)
             ids = torch.randint(shape.vocab, (shape.row,))
-            facts = states.metadata(row_id, "random", facts_ids, "bf16")
-            size = states.write(path, {"token_ids": ids, "hidden_states": hidden}, facts)
+            facts = states.file_metadata(row_id, "random", facts_ids, "bf16")
+            size = states.write_states(path, {"token_ids": ids, "hidden_states": hidden}, facts)
             written += size
             supervised = [[prompt, shape.row]]
             entries.append(
@@ -519,7 +521,7 @@ def part_files(shape: Shape, arguments) -> None:
             with contextlib.suppress(OSError):  # a file system may know no direct reads
                 seconds = plain_reads(paths, threads, os.O_DIRECT if name == "direct" else 0)
                 metric(f"files_plain_{name}_{threads}_threads_gb_per_s", written / 1e9 / seconds)
-        rows = examples.examples(entries, shape.pack, shape.steps, contracts.Counts(total=len(entries)))
+        rows = examples.learnable_rows(entries, shape.pack, shape.steps, contracts.Counts(total=len(entries)))
         runner, started = Ours(shape, shape.pack, folder), time.perf_counter()
         for _ in range(3):
             runner.step()
@@ -538,7 +540,7 @@ def part_files(shape: Shape, arguments) -> None:
             if name != "warm":
                 forget(paths)
             loader = examples.Loader(reader, device(), workers)
-            plan = examples.Plan(rows, shape.pack, 1, 1, seed=epoch)
+            plan = examples.Schedule(rows, shape.pack, 1, 1, seed=epoch)
             feed = loader.packs((members, True) for step in plan.steps for members in step.packs)
             begun = time.perf_counter()
             first = next(feed)

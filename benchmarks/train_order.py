@@ -22,7 +22,7 @@ def turn(name: str, one_order: bool, arguments) -> None:
 
     torch.manual_seed(0)
     if one_order:
-        distributed.add_in_one_order()
+        distributed.make_deterministic()
     shape = bench.TINY if arguments.tiny else bench.KIMI
     with bench.scratch() as folder:
         runner = bench.Ours(shape, shape.pack, folder)

@@ -35,8 +35,8 @@ def in_our_form(run_config: config.Config) -> torch.nn.Module:
     training, _ = train_stage.split_rows(run_config)
     known = head.read_verifier(target.model)
     weights, settings = first_draft(run_config, known, Dataset(captured, training, [], None))
-    model = bench.library_model(draft_model.build(weights, settings, known, target))
-    draft_model.trainable(model, train.trainable)
+    model = bench.library_model(draft_model.build_drafter(weights, settings, known, target))
+    draft_model.freeze_all_but(model, train.trainable)
     return model
 
 

@@ -49,7 +49,7 @@ def measure(arguments) -> None:
     from drafter.train import distributed
 
     shape = bench.TINY if arguments.tiny else bench.KIMI
-    with distributed.ranks() as ranks:
+    with distributed.joined_ranks() as ranks:
         for kind in arguments.measure.split(","):
             bench.free()
             with build(kind, shape, ranks) as runner:
@@ -120,10 +120,10 @@ def save(runner, ranks) -> dict[str, float]:
     state = runner.optimizer.state
     kinds, parameters = ("exp_avg", "exp_avg_sq"), enumerate(runner.parameters)
     moments = {f"{n}.{kind}": state[p][kind] for n, p in parameters for kind in kinds}
-    wholes = map(distributed.whole, checkpoint.tensors_of(weights, moments))
+    wholes = map(distributed.gather, checkpoint.tensors_in_file_order(weights, moments))
     with bench.scratch() as folder:
         path = checkpoint.step_path(folder, 1)
-        ranks.on_main(lambda: checkpoint.save(path, weights, {}, moments, {}, wholes), wholes)
+        ranks.on_main(lambda: checkpoint.save_step(path, weights, {}, moments, {}, wholes), wholes)
         seconds = time.perf_counter() - started
     size = sum(t.numel() * t.element_size() for t in (*weights.values(), *moments.values()))
     return {"save_s": seconds, "save_gb": size / 1e9}

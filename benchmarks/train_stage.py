@@ -63,7 +63,7 @@ def make_run(folder: Path, shape: bench.Shape, rows: int) -> list[str]:
             "token_ids": torch.randint(vocab, (tokens,), generator=generator),
             "hidden_states": drawn[first : first + tokens].clone(),
         }
-        size = states.write(path, tensors, states.metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
+        size = states.write_states(path, tensors, states.file_metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
         spans = [[tokens // 3, tokens]]
         entry = contracts.IndexEntry(row_id, row_id, "bench", tokens, tokens, spans, None, size)
         records.append(json.dumps(entry.to_record()))
@@ -106,8 +106,9 @@ def split_rows(run_config: config.Config) -> tuple[list[examples.Example], list[
     """Rows that train and rows that are held out, as stage 04 splits them."""
     target, train = run_config.target, run_config.train
     entries = examples.read_index(run_config.stage_dir("02_hidden_states"))
-    return examples.split(
-        examples.examples(entries, target.max_seq_len, train.ttt_steps, contracts.Counts()), train.validation_share
+    return examples.split_rows(
+        examples.learnable_rows(entries, target.max_seq_len, train.ttt_steps, contracts.Counts()),
+        train.validation_share,
     )
 
 
@@ -235,7 +236,7 @@ def best_of(run_config: config.Config, own: Path) -> torch.nn.Module:
     """The best step of a stage 04, as a model of speculators' class."""
     target = run_config.target
     weights, settings = checkpoint.read_draft(checkpoint.best_step(own))
-    return bench.library_model(draft_model.build(weights, settings, head.read_verifier(target.model), target))
+    return bench.library_model(draft_model.build_drafter(weights, settings, head.read_verifier(target.model), target))
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         folder = Path(place)
         entries = write(folder, max(8, round(arguments.gb * 1e9 / (ROW * HIDDEN * 8))))
-        rows = examples.examples(entries, PACK, STEPS, contracts.Counts(total=len(entries)))
+        rows = examples.learnable_rows(entries, PACK, STEPS, contracts.Counts(total=len(entries)))
         for cache, rate in itertools.product(("cold", "warm"), (arguments.rate, None)):
             reader = examples.Reader(
                 folder, LAYER_IDS, HIDDEN, VOCAB, STEPS, think_end=None, pin=device.type == "cuda"
@@ -63,8 +63,8 @@ def write(folder: Path, count: int) -> list:
         path = folder / contracts.states_path(row_id)
         path.parent.mkdir(exist_ok=True)
         ids = torch.randint(VOCAB, (ROW,))
-        facts = states.metadata(row_id, "random", LAYER_IDS, "bf16")
-        size = states.write(path, {"token_ids": ids, "hidden_states": hidden}, facts)
+        facts = states.file_metadata(row_id, "random", LAYER_IDS, "bf16")
+        size = states.write_states(path, {"token_ids": ids, "hidden_states": hidden}, facts)
         digest = states.ids_digest(ids.tolist())
         spans = [[ROW // 8, ROW]]
         entries.append(contracts.IndexEntry(row_id, row_id, "random", ROW, ROW, spans, None, size, digest))

@@ -44,10 +44,10 @@ def write_row(
     if fill is not None:
         hidden[tokens // 2, 0, 0] = fill
     tensors = {"token_ids": torch.randint(vocab, (tokens,), generator=generator)}
-    tensors |= {"hidden_states": hidden} if dtype == "bf16" else states.compact(hidden)
+    tensors |= {"hidden_states": hidden} if dtype == "bf16" else states.to_compact(hidden)
     path = folder / contracts.states_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = states.write(path, tensors, states.metadata(name, "tiny", LAYER_IDS, dtype))
+    size = states.write_states(path, tensors, states.file_metadata(name, "tiny", LAYER_IDS, dtype))
     digest = states.ids_digest(tensors["token_ids"].tolist())
     return contracts.IndexEntry(name, name, "test", tokens, tokens, supervised, think_end, size, digest)
 

@@ -98,10 +98,10 @@ class Rig:
 
 
 def in_a_thread(arena: int, pipe: Connection, size: int, threads: int) -> SimpleNamespace:
-    """Instead of `drafter.extract.writer.start`: the writer's work in this process, where a test can reach it."""
+    """Instead of `drafter.extract.writer.start_writer`: the writer's work in this process, where a test can reach it."""
     theirs = Connection(os.dup(pipe.fileno()))
     work = (mmap.mmap(arena, size), theirs, threads, os.getppid())
-    thread = threading.Thread(target=writer.serve, args=work, daemon=True)
+    thread = threading.Thread(target=writer.write_jobs, args=work, daemon=True)
     thread.start()
     return SimpleNamespace(wait=thread.join)
 

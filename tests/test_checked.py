@@ -102,7 +102,7 @@ def entry() -> dict:
 
 
 PROMPT = {"conv_id": "c", "source": "s", "messages": [{"role": "user", "content": "Why?"}], "tools": None}
-UNIT = comparison.Unit("run", "held_out", 8, 3, 0.7, "9a")
+UNIT = comparison.Measurement("run", "held_out", 8, 3, 0.7, "9a")
 REPLY = {
     "conv_id": "c", "token_ids": [1, 2, 3], "chunks": [1, 2], "finish_reason": "stop", "seconds": 0.5,
     "first_token_seconds": 0.1, "thinks": False,
@@ -111,7 +111,7 @@ DECODED = {
     "replies": [REPLY], "seconds": 1.0, "refused": {"d": "too long"}, "skipped": 0,
     "counters": {"drafts": 1, "draft_tokens": 3, "accepted": 1, "accepted_per_position": [1, 0, 0]},
 }  # fmt: skip
-ACCEPTANCE = json.loads(json.dumps(comparison.report([UNIT], {UNIT: Decoded.from_record(DECODED)}, 2, 0)))
+ACCEPTANCE = json.loads(json.dumps(comparison.summarise_results([UNIT], {UNIT: Decoded.from_record(DECODED)}, 2, 0)))
 REJECTED = {"row_id": row_id(1), "source": "s", "reason": "failed", "detail": "", "at": "reply"}
 REQUEST = {
     "row_id": row_id(1), "parent": None, "conv_id": "c", "source": "s", "turn": 0, "mode": "regenerate",
@@ -152,11 +152,13 @@ def in_folder(name: str):
 FORMATS = {
     "row": (in_folder("01b_synthetic/shard-00000.jsonl"), the_row(), lambda lab, _: worklist.read_items(lab.config)),
     "index": (in_folder("02_hidden_states/index.jsonl"), entry(), lambda lab, path: examples.read_index(path.parent)),
-    "held_out": (in_folder("01b_synthetic/held_out.jsonl"), PROMPT, lambda lab, _: prompt_sets.read(lab.config)),
+    "held_out": (
+        in_folder("01b_synthetic/held_out.jsonl"), PROMPT, lambda lab, _: prompt_sets.read_prompt_sets(lab.config)
+    ),
     "unit": (
         in_folder("06_acceptance/units/9a.json"), DECODED,
-        lambda lab, _: comparison.report(
-            [UNIT], {UNIT: acceptance.read_unit(stage_of(lab, "06_acceptance"), UNIT)}, 2, 0
+        lambda lab, _: comparison.summarise_results(
+            [UNIT], {UNIT: acceptance.read_result(stage_of(lab, "06_acceptance"), UNIT)}, 2, 0
         ),
     ),
     "manifest": (
@@ -193,11 +195,11 @@ FORMATS = {
 # Files that their readers do without, or make anew, when they are broken
 OPTIONAL = {
     "prompts.json": (
-        in_folder("01b_synthetic/prompts.json"), META, lambda lab, path: mix.current(lab.config, path.parent)
+        in_folder("01b_synthetic/prompts.json"), META, lambda lab, path: mix.current_meta(lab.config, path.parent)
     ),
     "journal of 02": (
         in_folder("02_hidden_states/.journal/1of1.jsonl"), entry(),
-        lambda lab, path: worklist.present(path.parents[1], []),
+        lambda lab, path: worklist.extracted_rows(path.parents[1], []),
     ),
     "engine.json": (
         in_folder("../engine.json"), {"k": {"eagle3": True, "refused": {}}},

@@ -93,7 +93,7 @@ def test_the_writer_of_states_imports_nothing_from_the_callers_folder(elsewhere)
     ours, theirs = Pipe()
     arena = os.memfd_create("arena")
     os.truncate(arena, 4096)
-    started = writer.start(arena, theirs, 4096, 1)
+    started = writer.start_writer(arena, theirs, 4096, 1)
     ours.send(None)
     assert started.wait(60) == 0
     assert not (elsewhere / "imported").exists()

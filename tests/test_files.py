@@ -49,9 +49,9 @@ def test_sigkill_while_replacing_a_folder_leaves_the_old_one_the_new_one_or_none
             """
             import os, shutil, signal, sys
             from pathlib import Path
-            from drafter import files as artifacts
+            from drafter import files
             shutil.rmtree = lambda path, **_: path.exists() and os.kill(os.getpid(), signal.SIGKILL)
-            with artifacts.publish(Path(sys.argv[1])) as part:
+            with files.publish(Path(sys.argv[1])) as part:
                 part.mkdir()
                 (part / "weights").write_text(sys.argv[2])
                 (part / "config").write_text(sys.argv[2])
@@ -66,7 +66,7 @@ def test_sigkill_while_replacing_a_folder_leaves_the_old_one_the_new_one_or_none
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-ONE_STEP_AND_TWO = {"in one step": "", "in two steps": "artifacts._rename_exchange = lambda *_: False"}
+ONE_STEP_AND_TWO = {"in one step": "", "in two steps": "files._rename_exchange = lambda *_: False"}
 
 
 @pytest.fixture(params=ONE_STEP_AND_TWO)
@@ -116,7 +116,7 @@ def test_after_a_kill_at_any_step_of_a_replacement_a_whole_folder_has_the_name(t
         f"""
         import os, signal, sys
         from pathlib import Path
-        from drafter import files as artifacts
+        from drafter import files
         {way}
         renames = 0
         def dies(real):
@@ -128,8 +128,8 @@ def test_after_a_kill_at_any_step_of_a_replacement_a_whole_folder_has_the_name(t
                     os.kill(os.getpid(), signal.SIGKILL)
                 return done
             return act
-        Path.rename, artifacts.fsync_dir = dies(Path.rename), dies(artifacts.fsync_dir)
-        with artifacts.publish(Path(sys.argv[1])) as part:
+        Path.rename, files.fsync_dir = dies(Path.rename), dies(files.fsync_dir)
+        with files.publish(Path(sys.argv[1])) as part:
             part.mkdir()
             (part / "weights").write_text("new")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -199,8 +199,8 @@ def test_sigkill_while_writing_leaves_no_final_name(tmp_path):
         """
         import os, signal, sys
         from pathlib import Path
-        from drafter import files as artifacts
-        with artifacts.publish(Path(sys.argv[1])) as part:
+        from drafter import files
+        with files.publish(Path(sys.argv[1])) as part:
             part.write_bytes(b"x" * 1000)
             os.kill(os.getpid(), signal.SIGKILL)
         """,

@@ -16,7 +16,7 @@ from drafter import config, files
 CHILD = """
     import asyncio, os, signal, sys
     from pathlib import Path
-    from drafter import files as artifacts
+    from drafter import files
 
     real = os.fsync
     def fsync(descriptor):
@@ -24,7 +24,7 @@ CHILD = """
         print("durable", os.fstat(descriptor).st_size, flush=True)
     os.fsync = fsync
 
-    journal = artifacts.Journal(Path(sys.argv[1]), sync_seconds=float(sys.argv[2]))
+    journal = files.Journal(Path(sys.argv[1]), sync_seconds=float(sys.argv[2]))
     def work():
         for number in range(5):
             journal.append({"row": number})

@@ -241,7 +241,7 @@ def test_a_pipeline_holds_what_it_takes_from_another_run(run):
         CPU_CONFIG, [f"run.dir={run.run.dir}", "run.name=other", f"run.take={{02_hidden_states: {taken}}}"]
     )
     with run_locks.pipeline(other), pytest.raises(ConfigError, match="another process is reading"):
-        worklist.locked(taken, worklist.Share()).__enter__()
+        worklist.locked_share(taken, worklist.Share()).__enter__()
     with pytest.raises(ConfigError), held("working", taken), run_locks.pipeline(other):
         pass
 
@@ -263,9 +263,9 @@ def test_a_share_removes_nothing_beside_the_rows_while_another_share_works(run):
     folder = run.run_dir / "02_hidden_states"
     left = folder / "manifest.json.4242.part"
     left.write_text("of another host, perhaps")
-    with held("working", folder / locks.SHARES / "1of2"), worklist.locked(folder, worklist.Share(2, 2)):
+    with held("working", folder / locks.SHARES / "1of2"), worklist.locked_share(folder, worklist.Share(2, 2)):
         assert left.exists()
-    with worklist.locked(folder, worklist.Share(2, 2)):
+    with worklist.locked_share(folder, worklist.Share(2, 2)):
         assert not left.exists()
 
 

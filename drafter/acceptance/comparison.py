@@ -17,7 +17,7 @@ NOT_COMPARED = "not compared"  # the verdict when there is no drafter to stand a
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class Measurement:
     """One drafter on one prompt set in one cell. `key` hashes everything the result depends on.
 
     `num_speculative_tokens` is 0 without a drafter.
@@ -40,17 +40,17 @@ class Unit:
         return self.prompt_set, self.concurrency, self.temperature
 
 
-Results = dict[Unit, Decoded]
+Results = dict[Measurement, Decoded]
 
 
-def report(units: list[Unit], done: Results, think_end: int | None, seed: int) -> dict[str, Any]:
+def summarise_results(units: list[Measurement], done: Results, think_end: int | None, seed: int) -> dict[str, Any]:
     """`units` in the order of the config; those without a result are listed as left out.
 
     The headline is this run's drafter under the first cell, all prompt sets together.
     """
     results = {unit: done[unit] for unit in units if unit in done}
     measurements = [
-        unit.to_record() | figures([decoded], think_end, seed) | {"speed_up": speed_up(unit, results)}
+        unit.to_record() | result_figures([decoded], think_end, seed) | {"speed_up": speed_up(unit, results)}
         for unit, decoded in results.items()
     ]
     comparisons = list(_comparisons(results, think_end, seed))
@@ -68,7 +68,7 @@ def report(units: list[Unit], done: Results, think_end: int | None, seed: int) -
     }
 
 
-def figures(decoded: list[Decoded], think_end: int | None, seed: int) -> dict[str, Any]:
+def result_figures(decoded: list[Decoded], think_end: int | None, seed: int) -> dict[str, Any]:
     """Figures of one or several prompt sets decoded alike, pooled.
 
     Lengths, rates and speed come from the engine's counters and the clock; intervals, and reasoning and answer
@@ -105,7 +105,7 @@ def figures(decoded: list[Decoded], think_end: int | None, seed: int) -> dict[st
     return result
 
 
-def speed_up(unit: Unit, results: Results) -> float | None:
+def speed_up(unit: Measurement, results: Results) -> float | None:
     """Output tokens a second against decoding without a drafter under the same load."""
     for other, decoded in results.items():
         if other.drafter == NONE and other.load == unit.load:
@@ -199,7 +199,7 @@ def _headline(results: Results, comparisons: list[dict], think_end: int | None, 
     found = next(
         (c for c in comparisons if (c["drafter"], c["baseline"]) == (drafter, baseline) and c["part"] == "all"), None
     )
-    pooled = figures(list(by_drafter[drafter].values()), think_end, seed) if by_drafter else {}
+    pooled = result_figures(list(by_drafter[drafter].values()), think_end, seed) if by_drafter else {}
     speeds = [
         up for unit in results if unit.drafter == drafter and first == _cell(unit) and (up := speed_up(unit, results))
     ]
@@ -218,7 +218,7 @@ def _headline(results: Results, comparisons: list[dict], think_end: int | None, 
     }
 
 
-def _cell(unit: Unit) -> tuple:
+def _cell(unit: Measurement) -> tuple:
     return unit.concurrency, unit.num_speculative_tokens, unit.temperature
 
 

@@ -15,9 +15,9 @@ from drafter.target import eagle3_folder
 NAME = "README.md"
 
 
-def write(config: Config) -> None:
+def write_card(config: Config) -> None:
     """Write the card beside the exported weights, from the manifests of the run as they are now."""
-    folder, trained = export.folder(config), _settings(config, "04_train")
+    folder, trained = export.drafter_folder(config), _settings(config, "04_train")
     exported = read_manifest(config.stage_dir("05_export")) or {"facts": {}}
     sections = [
         _head(config),

@@ -38,7 +38,7 @@ class Prompt(TypedDict):
 PromptSets = dict[str, list[Prompt]]
 
 
-def read(config: Config, limit: int | None = None) -> PromptSets:
+def read_prompt_sets(config: Config, limit: int | None = None) -> PromptSets:
     """At most `acceptance.max_prompts` of each set: `acceptance.prompts`, or the run's held-out conversations.
 
     Raises ConfigError when a set is empty, or shares a conversation with the training rows.
@@ -83,7 +83,7 @@ def _held_out(config: Config) -> Path:
     return config.stage_dir("01b_synthetic") / prompts.HELD_OUT
 
 
-def sample(config: Config, count: int) -> list[dict]:
+def sample_prompts(config: Config, count: int) -> list[dict]:
     """Ordinary questions that are there before a run has any of its own."""
     return _draw(config, Source(name="sample", path=SAMPLE), count)
 
@@ -96,7 +96,7 @@ def _draw(config: Config, source: Source, count: int) -> list[dict]:
         try:
             request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
         except RowError as error:
-            raise mix.no_prompt(source, place, error) from None
+            raise mix.unusable_prompt(source, place, error) from None
         drawn[request.conv_id] = {
             "conv_id": request.conv_id,
             "source": source.name,
@@ -112,27 +112,27 @@ def _trained(config: Config) -> set[str]:
     return {entry["conv_id"] for entry in files.read_jsonl(index, conv_id=str)} if index.exists() else set()
 
 
-def identity(records: list[dict]) -> str:
+def prompts_fingerprint(records: list[dict]) -> str:
     """What was asked, in order: a set with another identity is another measurement."""
     return contracts.content_id([[record["messages"], record["tools"]] for record in records])
 
 
-def describe(sets: PromptSets, materialised: Path) -> list[dict]:
+def describe_sets(sets: PromptSets, materialised: Path) -> list[dict]:
     """Name, size, number of prompts by source, hash and overlap of each set, for the record."""
-    shared = overlap(sets, materialised)
+    shared = ngram_overlap(sets, materialised)
     return [
         {
             "name": name,
             "prompts": len(records),
             "sources": dict(sorted(Counter(record["source"] for record in records).items())),
-            "identity": identity(records),
+            "identity": prompts_fingerprint(records),
             "ngram_overlap": shared[name],
         }
         for name, records in sets.items()
     ]
 
 
-def overlap(sets: PromptSets, materialised: Path) -> dict[str, dict | None]:
+def ngram_overlap(sets: PromptSets, materialised: Path) -> dict[str, dict | None]:
     """For each set how many prompts share a run of NGRAM words with a training prompt (01b's `prompts.jsonl`).
 
     Prompts shorter than that are counted under `too_short`: nothing can be said of them. None where the

@@ -12,7 +12,7 @@ from typing import Any
 
 from drafter import checked, contracts, files
 from drafter.acceptance import comparison, prompt_sets
-from drafter.acceptance.comparison import NONE, RUN, WARM_START, Unit
+from drafter.acceptance.comparison import NONE, RUN, WARM_START, Measurement
 from drafter.acceptance.prompt_sets import PromptSets
 from drafter.acceptance.wording import caveats, sentence
 from drafter.config import ROOT, Config, Generate
@@ -38,23 +38,23 @@ def run(stage: Stage) -> dict:
     eagle3_folder.check_engine(config)
     if RUN in config.acceptance.drafters:
         stage.require("05_export")
-    drafters, sets = find_drafters(config), prompt_sets.read(config, stage.args.limit)
-    units = plan_units(config, drafters, sets)
+    drafters, sets = find_drafters(config), prompt_sets.read_prompt_sets(config, stage.args.limit)
+    units = list_units(config, drafters, sets)
     stage.begin(QUESTION)
-    write_prompts(stage, sets)
+    write_prompt_sets(stage, sets)
     stage.counts.total = len(units)
     if missing := [unit for unit in units if not is_measured(stage, unit)]:
-        measure(stage, drafters, sets, missing)
+        measure_units(stage, drafters, sets, missing)
     else:
         say("everything asked for is measured already")
-    done = {unit: read_unit(stage, unit) for unit in units if unit_path(stage, unit).exists()}
+    done = {unit: read_result(stage, unit) for unit in units if result_path(stage, unit).exists()}
     if not done:
         raise ResumableError("nothing was measured within acceptance.budget_minutes; raise it")
     stage.counts.done = sum(not decoded.skipped for decoded in done.values())
-    report = comparison.report(units, done, config.target.think_end, config.run.seed)
-    report["prompt_sets"] = prompt_sets.describe(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
-    report["expected"] = expected(config)
-    report["drafters"] = {label: folder and eagle3_folder.identity(folder) for label, folder in drafters.items()}
+    report = comparison.summarise_results(units, done, config.target.think_end, config.run.seed)
+    report["prompt_sets"] = prompt_sets.describe_sets(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
+    report["expected"] = expected_lengths(config)
+    report["drafters"] = {label: folder and eagle3_folder.fingerprint(folder) for label, folder in drafters.items()}
     files.write_json(stage.folder / REPORT, report)
     for caveat in caveats(report):
         say("%s", caveat)
@@ -64,13 +64,13 @@ def run(stage: Stage) -> dict:
     return stage.finish() | {"deadline": True}
 
 
-def plan(stage: Stage) -> dict:
+def dry_run(stage: Stage) -> dict:
     """Offline: how many units have no result yet, and what is missing to measure them."""
     config, findings, pending = stage.config, [], len(stage.config.acceptance.drafters)
     try:
         eagle3_folder.check_engine(config)
-        sets = prompt_sets.read(config, stage.args.limit)
-        units = plan_units(config, find_drafters(config), sets)
+        sets = prompt_sets.read_prompt_sets(config, stage.args.limit)
+        units = list_units(config, find_drafters(config), sets)
         pending = sum(not is_measured(stage, unit) for unit in units) or int(not (stage.folder / REPORT).exists())
     except StageError as error:
         findings.append(str(error))
@@ -87,7 +87,7 @@ def find_drafters(config: Config) -> dict[str, Path | None]:
         if label == WARM_START and config.train.warm_start is None:
             say("this run trains from scratch: there is no warm start to measure")
             continue
-        known = {NONE: None, WARM_START: config.train.warm_start, RUN: export.folder(config)}
+        known = {NONE: None, WARM_START: config.train.warm_start, RUN: export.drafter_folder(config)}
         found[label] = known[label] if label in known else ROOT / label
         if folder := found[label]:
             check = eagle3_folder.check_folder if label in known else eagle3_folder.check_rival
@@ -97,7 +97,7 @@ def find_drafters(config: Config) -> dict[str, Path | None]:
     return found
 
 
-def expected(config: Config) -> dict[str, float]:
+def expected_lengths(config: Config) -> dict[str, float]:
     """Label -> acceptance length that stage 04 expected, where it looked as far ahead as the first cell drafts."""
     if config.train.ttt_steps != config.acceptance.cells[0].num_speculative_tokens:
         return {}
@@ -106,15 +106,15 @@ def expected(config: Config) -> dict[str, float]:
     return {label: length for label, length in found.items() if isinstance(length, int | float)}
 
 
-def plan_units(config: Config, drafters: dict[str, Path | None], sets: PromptSets) -> list[Unit]:
+def list_units(config: Config, drafters: dict[str, Path | None], sets: PromptSets) -> list[Measurement]:
     """Every unit, the first cell first. Without a drafter the draft length means nothing and cells fall together."""
-    identities = {label: folder and eagle3_folder.identity(folder) for label, folder in drafters.items()}
-    sets_identities = {name: prompt_sets.identity(records) for name, records in sets.items()}
-    units: dict[str, Unit] = {}
+    identities = {label: folder and eagle3_folder.fingerprint(folder) for label, folder in drafters.items()}
+    sets_identities = {name: prompt_sets.prompts_fingerprint(records) for name, records in sets.items()}
+    units: dict[str, Measurement] = {}
     for cell in config.acceptance.cells:
         for label, folder in drafters.items():
             for name in sets:
-                sampling = settings_of(config, cell.temperature)
+                sampling = cell_settings(config, cell.temperature)
                 facts = {
                     "concurrency": cell.concurrency,
                     "num_speculative_tokens": cell.num_speculative_tokens if folder else 0,
@@ -126,11 +126,11 @@ def plan_units(config: Config, drafters: dict[str, Path | None], sets: PromptSet
                     "kwargs": config.target.chat_template_kwargs,
                 }
                 key = contracts.content_id(question | facts)
-                units.setdefault(key, Unit(label, name, **facts, key=key))
+                units.setdefault(key, Measurement(label, name, **facts, key=key))
     return list(units.values())
 
 
-def settings_of(config: Config, temperature: float | None, max_tokens: int | None = None) -> Generate:
+def cell_settings(config: Config, temperature: float | None, max_tokens: int | None = None) -> Generate:
     """The run's sampling under a cell's temperature; every prompt has a seed of its own.
 
     So drafters differ by what they draft and not by luck.
@@ -141,20 +141,20 @@ def settings_of(config: Config, temperature: float | None, max_tokens: int | Non
     return config.generate.model_copy(update=changed)
 
 
-def body(config: Config, settings: Generate, record: dict) -> dict[str, Any]:
+def chat_body(config: Config, settings: Generate, record: dict) -> dict[str, Any]:
     """The chat request that stage 01b would send for this prompt."""
     conv_id = record["conv_id"]
     request = Request(conv_id, None, conv_id, record["source"], 0, "regenerate", record["messages"], record["tools"])
-    return chat.body(request, [], config.model_copy(update={"generate": settings}))
+    return chat.chat_body(request, [], config.model_copy(update={"generate": settings}))
 
 
-def write_prompts(stage: Stage, sets: PromptSets) -> None:
+def write_prompt_sets(stage: Stage, sets: PromptSets) -> None:
     """The frozen prompts, for people and for whoever measures something else on them."""
     records = ({"prompt_set": name, **record} for name, records in sets.items() for record in records)
     files.write_text(stage.folder / "prompts.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
 
-def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, units: list[Unit]) -> None:
+def measure_units(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, units: list[Measurement]) -> None:
     """Measure units, one server start for each drafter and draft length.
 
     Every start, and every unit under it, gets an equal share of the time that is left, so that a slow drafter does
@@ -162,7 +162,7 @@ def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, un
     """
     config = stage.config
     deadline = time.monotonic() + config.acceptance.budget_minutes * 60
-    starts: dict[tuple[str, int], list[Unit]] = {}
+    starts: dict[tuple[str, int], list[Measurement]] = {}
     for unit in units:
         starts.setdefault((unit.drafter, unit.num_speculative_tokens), []).append(unit)
     for number, ((label, tokens), group) in enumerate(starts.items()):
@@ -176,15 +176,15 @@ def measure(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, un
                     "measurement %d of %d: %s, %d tokens a draft, %s, concurrency %d",
                     units.index(unit) + 1, len(units), label, tokens, unit.prompt_set, unit.concurrency,
                 )  # fmt: skip
-                settings = settings_of(config, unit.temperature)
+                settings = cell_settings(config, unit.temperature)
                 until = _share(end, len(group) - position)
                 records = sets[unit.prompt_set]
                 progress = Progress(len(records), "prompts", at_once=unit.concurrency)
-                decoded = decode(config, settings, records, unit.concurrency, until, progress.advance)
+                decoded = decode_prompts(config, settings, records, unit.concurrency, until, progress.advance)
                 progress.close()
-                check_decoded(unit, decoded)
+                check_result(unit, decoded)
                 if decoded.replies:
-                    files.write_json(unit_path(stage, unit), decoded.to_record())
+                    files.write_json(result_path(stage, unit), decoded.to_record())
 
 
 def _short(label: str) -> str:
@@ -192,7 +192,7 @@ def _short(label: str) -> str:
     return label if "/" not in label else f"{Path(label).name}-{contracts.content_id(label)[:8]}"
 
 
-def check_decoded(unit: Unit, decoded: Decoded) -> None:
+def check_result(unit: Measurement, decoded: Decoded) -> None:
     """Raises ConfigError when the server would not take a single prompt, or counts no drafts."""
     if decoded.refused and not decoded.replies:
         reason = next(iter(decoded.refused.values()))
@@ -206,7 +206,7 @@ def _share(deadline: float, parts: int) -> float:
     return now + max(0.0, deadline - now) / parts
 
 
-def decode(
+def decode_prompts(
     config: Config,
     settings: Generate,
     records: list[dict],
@@ -215,39 +215,39 @@ def decode(
     advance: Callable[[], None] = lambda: None,
 ) -> Decoded:
     """One prompt set on the server that is up."""
-    requests = {record["conv_id"]: body(config, settings, record) for record in records}
+    requests = {record["conv_id"]: chat_body(config, settings, record) for record in records}
     think_end = config.target.think_end
     return client.run_interruptible(
         decoding.decode(config.servers.evaluate, requests, concurrency, until, think_end, lambda _reply: advance())
     )
 
 
-def unit_path(stage: Stage, unit: Unit) -> Path:
+def result_path(stage: Stage, unit: Measurement) -> Path:
     return stage.folder / "units" / f"{unit.key}.json"
 
 
-def is_measured(stage: Stage, unit: Unit) -> bool:
+def is_measured(stage: Stage, unit: Measurement) -> bool:
     """Whether every prompt of the unit was sent; one that the budget cut short is measured again."""
-    return unit_path(stage, unit).exists() and not read_unit(stage, unit).skipped
+    return result_path(stage, unit).exists() and not read_result(stage, unit).skipped
 
 
-def read_unit(stage: Stage, unit: Unit) -> Decoded:
+def read_result(stage: Stage, unit: Measurement) -> Decoded:
     """Raises ContractError for a file that is no result."""
-    record = checked.load(unit_path(stage, unit), checked.record_of(Decoded), remedy="remove it to measure again")
+    record = checked.load(result_path(stage, unit), checked.record_of(Decoded), remedy="remove it to measure again")
     return Decoded.from_record(record)
 
 
-def plan_smoke(stage: Stage) -> dict:
+def dry_run_smoke(stage: Stage) -> dict:
     """Offline: whether the warm start is yet to be tried, and what is missing for it."""
     findings, pending = [], 0
     try:
-        pending = int(to_be_tried(stage.config))
+        pending = int(needs_smoke_test(stage.config))
     except StageError as error:
         findings.append(str(error))
     return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
 
 
-def to_be_tried(config: Config) -> bool:
+def needs_smoke_test(config: Config) -> bool:
     """Whether there is a warm start that is still untrained and not known to be served well on this target.
 
     Raises StageError when a folder is not what it should be.
@@ -258,23 +258,23 @@ def to_be_tried(config: Config) -> bool:
     return smoke_record.key(config) not in smoke_record.read_all(config)
 
 
-def smoke(stage: Stage) -> dict:
+def smoke_test(stage: Stage) -> dict:
     """Serve the untrained warm start, then the export where there is one, for a minute each; the stage's summary.
 
     Raises ContractError for a drafter that the engine loads and that no more than chance is accepted from.
     """
     config = stage.config
     eagle3_folder.check_engine(config)
-    records = prompt_sets.sample(config, smoke_record.PROMPTS)
-    settings = settings_of(config, smoke_record.CELL.temperature, smoke_record.TOKENS)
+    records = prompt_sets.sample_prompts(config, smoke_record.PROMPTS)
+    settings = cell_settings(config, smoke_record.CELL.temperature, smoke_record.TOKENS)
     lengths = {}
-    for label, folder in ((WARM_START, config.train.warm_start), (RUN, export.folder(config))):
+    for label, folder in ((WARM_START, config.train.warm_start), (RUN, export.drafter_folder(config))):
         if folder is None or (label == RUN and not folder.exists()):
             continue
         eagle3_folder.check_folder(folder, config.target)
         log_file = stage.folder / f"server-{label}.log"
         with roles.serving(config, "evaluate", folder, smoke_record.CELL.num_speculative_tokens, log_file):
-            decoded = decode(
+            decoded = decode_prompts(
                 config, settings, records, smoke_record.CELL.concurrency, time.monotonic() + SMOKE_SECONDS
             )
         counters = decoded.counters

@@ -24,19 +24,19 @@ from drafter.train import checkpoint
 QUESTION = ("target.model", "target.layer_ids")
 
 # What an export says itself, whatever the reference says. Any other difference from the reference is refused.
-OURS = {LAYER_IDS, "eagle_config", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"}
-OURS |= {"dtype", "torch_dtype", "tie_word_embeddings", "transformers_version"}
+EXPORT_KEYS = {LAYER_IDS, "eagle_config", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"}
+EXPORT_KEYS |= {"dtype", "torch_dtype", "tie_word_embeddings", "transformers_version"}
 
 COMPARED_ROWS = 2  # whose logits are computed through the checkpoint and through the export
 COMPARED_TOKENS = 256
 
 
-def folder(config: Config) -> Path:
+def drafter_folder(config: Config) -> Path:
     """Where this run's drafter lies once exported."""
     return config.stage_dir("05_export") / "model"
 
 
-def reference(config: Config) -> Path | None:
+def reference_folder(config: Config) -> Path | None:
     """The folder whose form the export must have."""
     return config.export.reference or config.train.warm_start
 
@@ -50,32 +50,32 @@ def run(stage: Stage) -> dict:
     before = read_manifest(stage.folder)
     stage.begin(QUESTION)
     if before and _is_exported(config, before["facts"], step):
-        say("%s is exported already: %s", step.name, folder(config))
+        say("%s is exported already: %s", step.name, drafter_folder(config))
         stage.facts = before["facts"]
     else:
         weights, drafter_config = checkpoint.read_draft(step)
         rows = real_rows(config)
-        write(folder(config), weights, drafter_config, config.target, reference(config), rows)
+        write_drafter(drafter_folder(config), weights, drafter_config, config.target, reference_folder(config), rows)
         stage.facts = {
             "step": step.name,
-            "folder": str(folder(config)),
-            "identity": eagle3_folder.identity(folder(config)),
+            "folder": str(drafter_folder(config)),
+            "identity": eagle3_folder.fingerprint(drafter_folder(config)),
             "rows_compared": len(rows),
             "min_engine": eagle3_folder.MIN_ENGINE,
         }
-        say("%s exported to %s", step.name, folder(config))
+        say("%s exported to %s", step.name, drafter_folder(config))
     stage.counts.done = 1
     return stage.finish()
 
 
-def plan(stage: Stage) -> dict:
+def dry_run(stage: Stage) -> dict:
     """What `run` would do, and what is missing for it."""
     config, findings, pending = stage.config, [], 1
     if not is_trained(config):
         findings.append(f"no complete checkpoint in {config.stage_dir('04_train')}")
     elif before := read_manifest(stage.folder):
         pending = int(not _is_exported(config, before["facts"], _step(config)))
-    if wanted := reference(config):
+    if wanted := reference_folder(config):
         try:
             eagle3_folder.read_config(wanted)
         except StageError as error:
@@ -94,24 +94,26 @@ def _step(config: Config) -> Path:
 
 def _is_exported(config: Config, facts: dict, step: Path) -> bool:
     """The folder holds what the manifest recorded, of this step."""
-    if facts.get("step") != step.name or not all((folder(config) / name).is_file() for name in (WEIGHTS, CONFIG)):
+    if facts.get("step") != step.name or not all(
+        (drafter_folder(config) / name).is_file() for name in (WEIGHTS, CONFIG)
+    ):
         return False
-    return eagle3_folder.identity(folder(config)) == facts.get("identity")
+    return eagle3_folder.fingerprint(drafter_folder(config)) == facts.get("identity")
 
 
 def check_exported(config: Config) -> None:
     """Raises ContractError unless the folder holds, byte for byte, what stage 05 wrote and recorded."""
     manifest = read_manifest(config.stage_dir("05_export")) or {"facts": {}}
     recorded = manifest["facts"].get("identity")
-    if eagle3_folder.identity(folder(config)) != recorded:
+    if eagle3_folder.fingerprint(drafter_folder(config)) != recorded:
         raise ContractError(
-            f"{folder(config)} is not the drafter that stage 05 exported (content "
-            f"{eagle3_folder.identity(folder(config))}, "
+            f"{drafter_folder(config)} is not the drafter that stage 05 exported (content "
+            f"{eagle3_folder.fingerprint(drafter_folder(config))}, "
             f"recorded {recorded}); 05_export_checkpoint.py exports it again"
         )
 
 
-def write(
+def write_drafter(
     destination: Path,
     weights: Tensors,
     drafter_config: dict[str, Any],
@@ -183,7 +185,7 @@ def final_config(drafter_config: dict[str, Any], target: Target, reference: Path
         ropes = eagle3_folder.both_ropes(result), eagle3_folder.both_ropes(drafter_config)
         if ropes[0] != ropes[1]:
             raise ContractError(f"{CONFIG}: rope is {ropes[1]} in the checkpoint, {ropes[0]} in {reference}")
-        for key in sorted(drafter_config.keys() - OURS):
+        for key in sorted(drafter_config.keys() - EXPORT_KEYS):
             ours, theirs = drafter_config[key], result[key] if key in result else _default(key, result)
             if ours != theirs and (key in result or ours):
                 raise ContractError(f"{CONFIG}: {key} is {ours!r} in the checkpoint, {theirs!r} in {reference}")
@@ -203,7 +205,9 @@ def _default(key: str, config: dict[str, Any]) -> Any:
     """What an engine takes for a key that a drafter's config leaves out."""
     from transformers import LlamaConfig
 
-    return getattr(LlamaConfig(**{name: value for name, value in config.items() if name not in OURS}), key, None)
+    return getattr(
+        LlamaConfig(**{name: value for name, value in config.items() if name not in EXPORT_KEYS}), key, None
+    )
 
 
 def real_rows(config: Config) -> list[states.States]:

@@ -219,7 +219,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         for save, tensors in zip(group, gathered, strict=True):
             self._copying[save.req_id] = event
             row_id = save.part.name.partition(".")[0]
-            facts = states.metadata(row_id, self._model, save.layer_ids, save.dtype, save.target)
+            facts = states.file_metadata(row_id, self._model, save.layer_ids, save.dtype, save.target)
             files.append(File(save.part, np.array(save.token_ids), self._placed(tensors), facts))
         self._out.submit(region, files, event.synchronize if event is not None else lambda: None)
 
@@ -227,7 +227,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         base = self._arena.data_ptr()
         return {
             name: (array.dtype.str, array.shape, array.ctypes.data - base)
-            for name, array in states.arrays(tensors).items()
+            for name, array in states.to_arrays(tensors).items()
         }
 
     def _gather(self, group: list[Save], region: Region) -> tuple[list[dict[str, Tensor]], "torch.cuda.Event | None"]:
@@ -258,7 +258,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
                 rows = cache.index_select(0, blocks[start : start + step]).flatten(0, 1)
                 if columns != list(range(rows.shape[1])):
                     rows = rows[:, columns]
-                parts = states.compact(rows) if first.dtype == "fp8" else {"hidden_states": rows}
+                parts = states.to_compact(rows) if first.dtype == "fp8" else {"hidden_states": rows}
                 place = slice(start * self._block_size, start * self._block_size + len(rows))
                 for name, part in parts.items():
                     host[name][place].copy_(part, non_blocking=True)

@@ -56,12 +56,12 @@ def difference(verifier: Verifier, final: Tensor, served: Likeliest) -> float:
     return ((logits - logits.mean()) - (theirs - theirs.mean())).abs().mean().item()
 
 
-def bar(noise: float) -> float:
+def difference_limit(noise: float) -> float:
     """Above which difference a row is wrong, where the probe found `noise` nat of mean difference in right rows."""
     return max(BAR_NAT, 10 * noise)
 
 
-def check(verifier: Verifier, final: Tensor, served: Likeliest, most: float) -> float:
+def checked_difference(verifier: Verifier, final: Tensor, served: Likeliest, most: float) -> float:
     """The difference. Raises RowError("bad_states") when it is not below `most`."""
     found = difference(verifier, final, served)
     if not found < most:

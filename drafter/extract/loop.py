@@ -22,7 +22,7 @@ from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ContractError, ResumableError, RowError, StageError
 from drafter.extract import last_position, probe, states
-from drafter.extract.request import Asked, Capture
+from drafter.extract.request import Capture, StateFormat
 from drafter.extract.worklist import Item, Rejected, Share
 from drafter.progress import Progress
 from drafter.serve.vllm_command import captured_layer_ids
@@ -65,13 +65,13 @@ class Extraction:
         self.seconds = 0.0  # of sending and collecting, without the first probe
         self.tokens = 0
         self._journal = files.Journal(folder / ".journal" / f"{share}.jsonl", sync_seconds=float("inf"))
-        self._unvouched: list[IndexEntry] = []
+        self._uncommitted: list[IndexEntry] = []
         self._committing = threading.Lock()
         self._attempts: Counter[str] = Counter()
         self._stop: StageError | None = None
         self._first_loss = first_loss
         self._probe = probe.Probe(config)
-        self._asked = Asked(config.target.layer_ids, config.extract.dtype)
+        self._asked = StateFormat(config.target.layer_ids, config.extract.dtype)
 
     async def run(self) -> None:
         """Raises ResumableError (disk, server), ContractError (wrong states, failure budget), ConfigError."""
@@ -128,7 +128,7 @@ class Extraction:
         result, parts = await self.probe_rows(items)
         if not result.passed:
             raise ContractError(f"the server's hidden states are wrong, nothing was published: {result}")
-        self._capture.bar = last_position.bar(result.mean_nat)
+        self._capture.bar = last_position.difference_limit(result.mean_nat)
         neighbours = await self._with_neighbours(items) if self.config.extract.neighbour_ids else {}
         for item in items:
             self._publish(item, parts[item])
@@ -141,7 +141,7 @@ class Extraction:
 
     async def probe_rows(self, items: list[Item]) -> tuple[probe.Result, dict[Item, Path]]:
         """Whole, checked, unpublished files of a few rows, and whether they are right. Raises ContractError."""
-        parts = await self._capture.files(items, self._asked)
+        parts = await self._capture.capture_files(items, self._asked)
         pairs = [(item.input_ids(), part) for item, part in parts.items()]
         result = await self._probe.check(self._capture.client, pairs)
         self.probes.append(result.to_record())
@@ -153,9 +153,9 @@ class Extraction:
 
         The relative error of their auxiliary states, and the warm start's first loss where there is one.
         """
-        asked, errors = Asked(self._asked.layer_ids, "bf16"), []
+        asked, errors = StateFormat(self._asked.layer_ids, "bf16"), []
         for item in self.todo[:PARITY_ROWS]:
-            [part] = (await self._capture.files([item], asked)).values()
+            [part] = (await self._capture.capture_files([item], asked)).values()
             errors.append(await asyncio.to_thread(_relative_error, part))
             if self._first_loss is not None:
                 await asyncio.to_thread(self._first_loss.add, item.entry(part.stat().st_size), part)
@@ -172,7 +172,7 @@ class Extraction:
     async def _with_neighbours(self, items: list[Item]) -> dict[Item, Path]:
         """Unpublished files, the layers above the asked ones in them. Raises ContractError when they are mixed up."""
         captured = tuple(captured_layer_ids(self.config))
-        parts = await self._capture.files(items, Asked(captured, "bf16"))
+        parts = await self._capture.capture_files(items, StateFormat(captured, "bf16"))
         for part in parts.values():
             await asyncio.to_thread(probe.check_neighbours, part, self._asked.layer_ids[:-1])
         return parts
@@ -251,7 +251,7 @@ class Extraction:
         os.replace(part, path)
         entry = item.entry(size)
         self.entries[item.row_id] = entry
-        self._unvouched.append(entry)
+        self._uncommitted.append(entry)
 
     def _once_more(self, item: Item, error: RowError) -> list[Item]:
         """The row as one to try again, or nothing once it had its attempts."""
@@ -316,7 +316,7 @@ class Extraction:
     def _commit(self) -> None:
         """In a thread: make what was published durable, then vouch for it."""
         with self._committing:  # the last commit waits for one that was cut off
-            entries, self._unvouched = self._unvouched, []
+            entries, self._uncommitted = self._uncommitted, []
             if entries:
                 files.sync_file_system(self.folder)
                 for entry in entries:
@@ -327,9 +327,11 @@ class Extraction:
 def _relative_error(path: Path) -> Tensor:
     """Of each auxiliary layer after a round trip through the compact format: [A]."""
     read = states.read_states(path)
-    small = states.compact(torch.cat([read.aux, read.final[:, None]], dim=1))
+    small = states.to_compact(torch.cat([read.aux, read.final[:, None]], dim=1))
     aux = read.aux.float()
-    return (states.expand(small["aux"], small["aux_scale"]).float() - aux).norm(dim=(0, 2)) / aux.norm(dim=(0, 2))
+    return (states.from_compact(small["aux"], small["aux_scale"]).float() - aux).norm(dim=(0, 2)) / aux.norm(
+        dim=(0, 2)
+    )
 
 
 def _first_of(group: BaseExceptionGroup) -> BaseException:

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import contracts
-from drafter import files as artifacts
+from drafter import contracts, files
 from drafter.config import Config
 from drafter.errors import ConfigError, ContractError, ResumableError, RowError
 from drafter.extract import last_position, states
@@ -34,7 +33,7 @@ OLDEST_DEEPSEEK = (0, 25)  # before, that family drops the last layer's states i
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StateFormat:
     """Which states a request is for."""
 
     layer_ids: tuple[int, ...]
@@ -59,9 +58,11 @@ class Capture:
     def __init__(self, config: Config, folder: Path, concurrency: int, outage_minutes: float, probe: Probe):
         self.config, self.folder = config, folder
         self._probe = probe
-        self.bar = last_position.bar(MEAN_NAT)  # the loosest, until the first probe has measured the noise
+        self.bar = last_position.difference_limit(
+            MEAN_NAT
+        )  # the loosest, until the first probe has measured the noise
         self.differences: list[float] = []  # in nat, at the last position of each row that passed
-        self._target = artifacts.fingerprint_path(config.target.model)
+        self._target = files.fingerprint_path(config.target.model)
         self.client = Client(config.servers.extract, concurrency=concurrency, outage_minutes=outage_minutes)
         self.engine: dict[str, str] = {}  # the server's vLLM version and model runner
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="collect")
@@ -97,7 +98,7 @@ class Capture:
                 f"vLLM {found} does not capture the last layer of {name}; it needs {oldest[0]}.{oldest[1]} or newer"
             )
 
-    async def files(self, items: list[Item], asked: Asked) -> dict[Item, Path]:
+    async def capture_files(self, items: list[Item], asked: StateFormat) -> dict[Item, Path]:
         """Whole, checked, unpublished files, one request each. Raises ConfigError, ContractError, ResumableError."""
         parts: dict[Item, Path] = {}
         for item in items:
@@ -117,7 +118,7 @@ class Capture:
             parts[item] = found[item]
         return parts
 
-    async def request(self, batch: list[Item], asked: Asked) -> tuple[dict[Item, Sent], Path]:
+    async def request(self, batch: list[Item], asked: StateFormat) -> tuple[dict[Item, Sent], Path]:
         """Ask for the states of some rows. Returns what was sent, and who writes. Raises RowError."""
         target = self.config.target
         ids = [item.input_ids() for item in batch]
@@ -126,7 +127,7 @@ class Capture:
             self.folder / contracts.states_path(item.row_id).with_name(f"{item.row_id}.{attempt}.part")
             for item in batch
         ]
-        files = {item.digest: str(part) for item, part in zip(batch, parts, strict=True)}
+        part_names = {item.digest: str(part) for item, part in zip(batch, parts, strict=True)}
         body = {
             "model": target.served_name,
             "prompt": ids,
@@ -134,7 +135,7 @@ class Capture:
             "temperature": 0,
             **last_position.REQUEST,
             "kv_transfer_params": {
-                "files": files,
+                "files": part_names,
                 "layer_ids": list(asked.layer_ids),
                 "dtype": asked.dtype,
                 "target": self._target,
@@ -156,7 +157,7 @@ class Capture:
         return dict(zip(batch, map(Sent, parts, ids, likeliest), strict=True)), writer
 
     async def collect(
-        self, sent: dict[Item, Sent], writer: Path, asked: Asked
+        self, sent: dict[Item, Sent], writer: Path, asked: StateFormat
     ) -> tuple[dict[Item, Path | RowError], dict[Item, RowError]]:
         """Look until every file is there or given up: what was found, and what is late. Raises ResumableError."""
         loop = asyncio.get_running_loop()
@@ -179,7 +180,7 @@ class Capture:
         why = f"no file within {waited:.0f} s of the reply" if alive else "the server died before writing it"
         return found, {item: RowError("no_states" if alive else "failed", why) for item in waiting}
 
-    def _look(self, sent: dict[Item, Sent], asked: Asked) -> dict[Item, Path | RowError]:
+    def _look(self, sent: dict[Item, Sent], asked: StateFormat) -> dict[Item, Path | RowError]:
         """In a thread: the files that are there, compared with their rows, and the reports of those that failed."""
         hidden = self.config.target.architecture.hidden_size
         found: dict[Item, Path | RowError] = {}
@@ -189,7 +190,9 @@ class Capture:
                 question = asked.layer_ids, hidden, asked.dtype, self._target
                 states.check_header(header, item.row_id, one.ids, *question)
                 final = states.read_last(one.part, header)
-                self.differences.append(last_position.check(self._probe.verifier, final, one.likeliest, self.bar))
+                self.differences.append(
+                    last_position.checked_difference(self._probe.verifier, final, one.likeliest, self.bar)
+                )
                 found[item] = one.part
             except FileNotFoundError:
                 if (report := one.part.with_suffix(".error")).exists():

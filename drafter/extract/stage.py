@@ -29,9 +29,9 @@ def dry_run(run: Stage, items: list[Item], rejected: list[Rejected], todo: list[
     `refused`: why the stage would end before its first row. `stale`: why the index is to be merged again, also when
     nothing is to be extracted. `row_set` identifies 01b's rows.
     """
-    outdated = worklist.outdated(run.config, run.folder, todo)
-    planned = worklist.plan(run.config, todo, run.folder, sum(outdated.values()))
-    refused = redo_refused(run, outdated)
+    outdated = worklist.outdated_rows(run.config, run.folder, todo)
+    planned = worklist.estimate_disk(run.config, todo, run.folder, sum(outdated.values()))
+    refused = redo_refusal(run, outdated)
     findings = [text for text in (planned.get("advice"), refused) if text]
     try:
         check_upstream(run, items, rejected)
@@ -71,7 +71,7 @@ def check_upstream(run: Stage, items: list[Item], rejected: list[Rejected]) -> N
         worklist.compare_with_manifest(before, items, rejected)
 
 
-def redo_refused(run: Stage, outdated: dict[Item, int]) -> str | None:
+def redo_refusal(run: Stage, outdated: dict[Item, int]) -> str | None:
     """Why finished files are not replaced without --redo, where there are more than REDO_ROWS."""
     if run.args.redo or len(outdated) <= REDO_ROWS:
         return None
@@ -85,10 +85,10 @@ def redo_refused(run: Stage, outdated: dict[Item, int]) -> str | None:
 
 def check_ready(run: Stage, todo: list[Item]) -> None:
     """Everything that may end the stage before its first row. Raises ConfigError or ResumableError."""
-    outdated = worklist.outdated(run.config, run.folder, todo)
-    if refused := redo_refused(run, outdated):
+    outdated = worklist.outdated_rows(run.config, run.folder, todo)
+    if refused := redo_refusal(run, outdated):
         raise ConfigError(refused)
-    if advice := worklist.plan(run.config, todo, run.folder, sum(outdated.values())).get("advice"):
+    if advice := worklist.estimate_disk(run.config, todo, run.folder, sum(outdated.values())).get("advice"):
         raise ConfigError(advice)
     roles.require_ready(run.config, "extract")
     if outdated:
@@ -138,7 +138,7 @@ def probe_only(run: Stage, items: list[Item], share: Share) -> dict:
     try:
         run_interruptible(extraction.probe_once())
     finally:
-        worklist.sweep(run.folder, share)
+        worklist.remove_unpublished(run.folder, share)
     return {"stage": run.name, "probe": extraction.probes[0]}
 
 
@@ -146,14 +146,14 @@ def settle(
     run: Stage, items: list[Item], rejected: list[Rejected], share: Share, extraction: Extraction | None = None
 ) -> dict:
     """Index, manifest and summary, joined by one host at a time: a slower host never writes an older view."""
-    with worklist.merging(run.folder):
-        record(run, items, rejected, share, extraction)
+    with worklist.merge_lock(run.folder):
+        record_counts(run, items, rejected, share, extraction)
         if run.counts.total and not run.counts.done:
             raise ContractError("no row has hidden states")
-        return finish(run, items, share)
+        return share_summary(run, items, share)
 
 
-def record(
+def record_counts(
     run: Stage, items: list[Item], rejected: list[Rejected], share: Share, extraction: Extraction | None = None
 ) -> None:
     """Index, rejected rows, counts and facts, as they are now."""
@@ -198,11 +198,11 @@ def settled_ids(folder: Path) -> set[str]:
     return {one["row_id"] for one in read_rejected(folder / "rejected.jsonl") if one["reason"] != worklist.DUPLICATE}
 
 
-def finish(run: Stage, items: list[Item], share: Share) -> dict:
+def share_summary(run: Stage, items: list[Item], share: Share) -> dict:
     """The summary. Of a share it counts this share's rows as pending; the manifest counts all of them."""
     summary = run.finish()
     if share.of > 1:
-        done, rejected = worklist.present(run.folder, items), settled_ids(run.folder)
+        done, rejected = worklist.extracted_rows(run.folder, items), settled_ids(run.folder)
         left = [i for i in items if i.row_id in share and i.row_id not in done and i.row_id not in rejected]
         summary = summary | {"shard": str(share), "pending": len(left)}
     return summary

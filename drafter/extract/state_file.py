@@ -25,7 +25,7 @@ SIZES = {"I64": 8, "BF16": 2, "F32": 4, "F8_E4M3": 1}
 Dtype = Literal["bf16", "fp8"]
 
 
-def metadata(
+def file_metadata(
     row_id: str, model: str, layer_ids: list[int] | tuple[int, ...], dtype: Dtype, target: str | None = None
 ) -> dict[str, str]:
     """What a file says about itself. `model`: the served name; `target`: the fingerprint of the target's folder."""
@@ -39,7 +39,7 @@ def metadata(
     }
 
 
-def header(spec: dict[str, tuple[str, tuple[int, ...]]], facts: dict[str, str], checksum: int) -> bytes:
+def file_header(spec: dict[str, tuple[str, tuple[int, ...]]], facts: dict[str, str], checksum: int) -> bytes:
     """Everything before the first tensor byte. spec: safetensors' dtype and shape of each tensor, in file order."""
     tree: dict = {"__metadata__": {"format": "pt", **facts, "crc32": f"{checksum:08x}"}}
     position = 0
@@ -56,7 +56,7 @@ def array_bytes(kind: str, shape: tuple[int, ...]) -> int:
     return SIZES[kind] * math.prod(shape)
 
 
-def write(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, str]) -> int:
+def write_arrays(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, str]) -> int:
     """Write `arrays` (in file order, contiguous) to `path` and return the size. Ordinary file mode, no sync.
 
     The checksum over all bytes, itself counted as zeros, goes into the metadata. Raises OSError; then the caller
@@ -64,13 +64,13 @@ def write(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, str]) -> i
     """
     spec = {name: (KINDS[array.dtype.name], array.shape) for name, array in arrays.items()}
     views = [memoryview(array).cast("B") for array in arrays.values()]
-    checksum = zlib.crc32(header(spec, facts, 0))
+    checksum = zlib.crc32(file_header(spec, facts, 0))
     for view in views:
         checksum = zlib.crc32(view, checksum)
     size = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        for view in [memoryview(header(spec, facts, checksum)), *views]:
+        for view in [memoryview(file_header(spec, facts, checksum)), *views]:
             size += len(view)
             while view:
                 view = view[os.write(fd, view) :]
@@ -79,7 +79,7 @@ def write(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, str]) -> i
     return size
 
 
-def check(arrays: dict[str, np.ndarray]) -> None:
+def check_arrays(arrays: dict[str, np.ndarray]) -> None:
     """Raises RowError("bad_states") for lengths, values, zeros or repetitions that no forward pass gives.
 
     `arrays`: a file's. Works on bit patterns, which order like the magnitudes they stand for.

@@ -23,7 +23,7 @@ _NAMES = {torch.int64: "I64", torch.bfloat16: "BF16", torch.float32: "F32", torc
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
-metadata = state_file.metadata  # a file's writer needs it without this module's imports
+file_metadata = state_file.file_metadata  # a file's writer needs it without this module's imports
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ def file_bytes(tokens: int, hidden: int, facts: dict[str, str]) -> int:
     layers = len(json.loads(facts["layer_ids"]))
     spec = shapes(tokens, layers, hidden, facts["dtype"])
     named = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in spec.items()}
-    return len(state_file.header(named, facts, 0)) + sum(_size(*entry) for entry in spec.values())
+    return len(state_file.file_header(named, facts, 0)) + sum(_size(*entry) for entry in spec.values())
 
 
-def compact(hidden_states: Tensor) -> dict[str, Tensor]:
+def to_compact(hidden_states: Tensor) -> dict[str, Tensor]:
     """Tensors of the compact format from [T, L, H] bf16, on the device they are on.
 
     The auxiliary layers become float8 with one scale a token and layer; the final layer is the teacher and stays.
@@ -85,7 +85,7 @@ def compact(hidden_states: Tensor) -> dict[str, Tensor]:
     }
 
 
-def expand(aux: Tensor, scale: Tensor) -> Tensor:
+def from_compact(aux: Tensor, scale: Tensor) -> Tensor:
     """bf16 states from the compact format's `aux` and `aux_scale`."""
     return (aux.float() * scale[..., None]).to(torch.bfloat16)
 
@@ -107,19 +107,19 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+def to_arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
     """CPU tensors as state_file.py takes them."""
     return {name: tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
 
 
 def check_tensors(tensors: dict[str, Tensor]) -> None:
     """Raises RowError("bad_states") for CPU tensors that no forward pass gives (state_bytes.check)."""
-    state_file.check(arrays(tensors))
+    state_file.check_arrays(to_arrays(tensors))
 
 
-def write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> int:
+def write_states(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> int:
     """Write CPU `tensors` (in file order, contiguous) to `path` and return the size. Raises OSError."""
-    return state_file.write(path, arrays(tensors), facts)
+    return state_file.write_arrays(path, to_arrays(tensors), facts)
 
 
 def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -246,7 +246,7 @@ def read_states(path: Path) -> States:
     tensors = _views(_read_data(path, header), header)
     if header.metadata.get("dtype") == "fp8":
         _need(path, header, {"aux": 3, "aux_scale": 2, "final": 2})
-        aux, final = expand(tensors["aux"], tensors["aux_scale"]), tensors["final"]
+        aux, final = from_compact(tensors["aux"], tensors["aux_scale"]), tensors["final"]
     else:
         _need(path, header, {"hidden_states": 3})
         aux, final = tensors["hidden_states"][:, :-1], tensors["hidden_states"][:, -1]

@@ -73,7 +73,7 @@ def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], li
     items: list[Item] = []
     rejected: list[Rejected] = []
     places: dict[str, str] = {}
-    asked = prompts.asked_for(config.stage_dir("01b_synthetic"))
+    asked = prompts.requested_ids(config.stage_dir("01b_synthetic"))
     vocabulary = config.target.architecture.vocab_size
     for file in sorted(config.stage_dir("01b_synthetic").glob("shard-*.jsonl")):
         for offset, row in contracts.read_rows(file):
@@ -81,7 +81,7 @@ def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], li
                 return items, rejected
             if asked is not None and row.row_id not in asked:
                 continue
-            rows.check_tokens(row, config.target)
+            rows.check_positions(row, config.target)
             try:
                 if row.row_id in places:
                     raise RowError(DUPLICATE, f"{file.name} repeats the row; the one in {places[row.row_id]} is used")
@@ -159,7 +159,7 @@ class Share:
 # What is there, what is left
 
 
-def present(folder: Path, items: Iterable[Item]) -> dict[str, IndexEntry]:
+def extracted_rows(folder: Path, items: Iterable[Item]) -> dict[str, IndexEntry]:
     """Rows whose published file has the size that a journal lists for these token ids."""
     listed, sizes = _listed(folder), _sizes(folder)
     found = {}
@@ -215,7 +215,7 @@ class Outdated(RowError):
     """A file of the same row and question that holds other token ids: cut elsewhere, or generated again since."""
 
 
-def check_header(config: Config, item: Item, path: Path) -> None:
+def check_row_header(config: Config, item: Item, path: Path) -> None:
     """A file's header against its row. Raises Outdated, RowError, ContractError or FileNotFoundError."""
     header, target = states.read_header(path), config.target
     hidden, model = target.architecture.hidden_size, files.fingerprint_path(target.model)
@@ -229,12 +229,12 @@ def check_header(config: Config, item: Item, path: Path) -> None:
 
 def check_file(config: Config, item: Item, path: Path) -> IndexEntry:
     """Every byte of a published file against its row. Raises as `check_header` does."""
-    check_header(config, item, path)
+    check_row_header(config, item, path)
     states.check_content(path)
     return item.entry(path.stat().st_size)
 
 
-def adopt(config: Config, folder: Path, todo: list[Item], share: Share) -> list[Item]:
+def adopt_files(config: Config, folder: Path, todo: list[Item], share: Share) -> list[Item]:
     """What is left of `todo` once files that no journal lists yet, as a kill leaves them, were checked.
 
     The right ones are listed. The others keep their name until the row's new file takes it.
@@ -256,14 +256,14 @@ def adopt(config: Config, folder: Path, todo: list[Item], share: Share) -> list[
     return left
 
 
-def outdated(config: Config, folder: Path, todo: list[Item]) -> dict[Item, int]:
+def outdated_rows(config: Config, folder: Path, todo: list[Item]) -> dict[Item, int]:
     """Rows whose file would be replaced by one of other token ids, with its size; by headers alone."""
     found, sizes = {}, _sizes(folder)
     for item in todo:
         path = folder / contracts.states_path(item.row_id)
         if path.name in sizes:
             try:
-                check_header(config, item, path)
+                check_row_header(config, item, path)
             except Outdated:
                 found[item] = sizes[path.name]
             except (RowError, ContractError, FileNotFoundError):
@@ -271,7 +271,7 @@ def outdated(config: Config, folder: Path, todo: list[Item]) -> dict[Item, int]:
     return found
 
 
-def sweep(folder: Path, share: Share) -> int:
+def remove_unpublished(folder: Path, share: Share) -> int:
     """Remove what crashes left unpublished of this share's rows; the number removed."""
     stray = [f for f in _files(folder) if not f.name.endswith(".safetensors") and f.name.partition(".")[0] in share]
     for file in stray:
@@ -280,7 +280,7 @@ def sweep(folder: Path, share: Share) -> int:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, share: Share, who: str = "", reads: Iterable[Path] = ()) -> Iterator[None]:
+def locked_share(folder: Path, share: Share, who: str = "", reads: Iterable[Path] = ()) -> Iterator[None]:
     """One client for each share, no two ways of sharing at once, and nobody reads the folder. Raises ConfigError.
 
     What killed calls left beside the rows' files is removed, unless another share is at work.
@@ -299,7 +299,7 @@ def locked(folder: Path, share: Share, who: str = "", reads: Iterable[Path] = ()
 
 
 @contextlib.contextmanager
-def merging(folder: Path) -> Iterator[None]:
+def merge_lock(folder: Path) -> Iterator[None]:
     """One host at a time joins what all hosts have: the index and the manifest that counts it. Raises ConfigError."""
     if locks.in_use(folder / ".merge"):
         say("another host is writing the index; this one waits for it")
@@ -309,7 +309,7 @@ def merging(folder: Path) -> Iterator[None]:
 
 def write_index(folder: Path, items: list[Item]) -> dict[str, IndexEntry]:
     """Join the rows with the journals of all hosts into `index.jsonl`, in the rows' order."""
-    found = present(folder, items)
+    found = extracted_rows(folder, items)
     lines = [json.dumps(found[item.row_id].to_record()) for item in items if item.row_id in found]
     files.write_text(folder / "index.jsonl", "".join(f"{line}\n" for line in lines))
     return found
@@ -318,21 +318,21 @@ def write_index(folder: Path, items: list[Item]) -> dict[str, IndexEntry]:
 # The disk
 
 
-def bytes_of(config: Config, item: Item, tokens: int, dtype: states.Dtype) -> int:
+def file_bytes(config: Config, item: Item, tokens: int, dtype: states.Dtype) -> int:
     target = config.target
-    facts = states.metadata(
+    facts = states.file_metadata(
         item.row_id, target.served_name, target.layer_ids, dtype, files.fingerprint_path(target.model)
     )
     return states.file_bytes(tokens, target.architecture.hidden_size, facts)
 
 
-def plan(config: Config, todo: list[Item], folder: Path, replaced: int = 0) -> dict:
+def estimate_disk(config: Config, todo: list[Item], folder: Path, replaced: int = 0) -> dict:
     """What the rest of the stage takes and what there is, in exact bytes; `advice` when it does not fit.
 
     `replaced`: bytes of files that new ones take the place of.
     """
     dtype = config.extract.dtype
-    sizes = [bytes_of(config, item, item.tokens, dtype) for item in todo]
+    sizes = [file_bytes(config, item, item.tokens, dtype) for item in todo]
     free, reserve = files.free_bytes(folder), int(config.extract.reserve_gb * 1e9)
     found = {"tokens": sum(item.tokens for item in todo), "bytes": sum(sizes), "free": free, "reserve": reserve}
     room = free - reserve + replaced
@@ -345,7 +345,7 @@ def plan(config: Config, todo: list[Item], folder: Path, replaced: int = 0) -> d
     ways = [f"run.name as it is with --limit for {count} of the {len(todo)} rows left"]
     if length := _longest(config, todo, room):
         ways.append(f"target.max_seq_len {length}")
-    if dtype == "bf16" and sum(bytes_of(config, item, item.tokens, "fp8") for item in todo) <= room:
+    if dtype == "bf16" and sum(file_bytes(config, item, item.tokens, "fp8") for item in todo) <= room:
         ways.append("extract.dtype fp8 in another run.name")
     words = {key: files.size(found[key]) for key in ("bytes", "free", "reserve")}
     kept = f"extract.reserve_gb {config.extract.reserve_gb:g} keeps {words['reserve']}"
@@ -361,6 +361,6 @@ def _longest(config: Config, todo: list[Item], room: int) -> int | None:
     low, high = 0, config.target.max_seq_len
     while low < high:
         middle = (low + high + 1) // 2
-        need = sum(bytes_of(config, item, min(item.tokens, middle), config.extract.dtype) for item in todo)
+        need = sum(file_bytes(config, item, min(item.tokens, middle), config.extract.dtype) for item in todo)
         low, high = (middle, high) if need <= room else (low, middle - 1)
     return low if low >= 3 else None

@@ -75,7 +75,7 @@ class Writer:
         os.ftruncate(fd, self.size)
         self.arena = mmap.mmap(fd, self.size)
         self._pipe, theirs = Pipe()
-        self._process = start(fd, theirs, self.size, threads)
+        self._process = start_writer(fd, theirs, self.size, threads)
         os.close(fd)
         theirs.close()
         self._regions: deque[Region] = deque()
@@ -148,7 +148,7 @@ class Writer:
         self._dead = True
 
 
-def start(arena: int, pipe: Connection, size: int, threads: int) -> subprocess.Popen:
+def start_writer(arena: int, pipe: Connection, size: int, threads: int) -> subprocess.Popen:
     numbers = map(str, (arena, pipe.fileno(), size, threads, os.getpid()))
     return subprocess.Popen(
         [sys.executable, "-m", "drafter.extract.writer", *numbers],
@@ -158,7 +158,7 @@ def start(arena: int, pipe: Connection, size: int, threads: int) -> subprocess.P
     )
 
 
-def serve(arena: mmap.mmap, pipe: Connection, threads: int, engine: int) -> None:
+def write_jobs(arena: mmap.mmap, pipe: Connection, threads: int, engine: int) -> None:
     """Write what the pipe names until it says None. Raises EOFError when the engine, the parent process, is gone."""
     open_files: Counter[int] = Counter()
     counting = threading.Lock()
@@ -166,7 +166,7 @@ def serve(arena: mmap.mmap, pipe: Connection, threads: int, engine: int) -> None
     def one(region: int, file: File) -> None:
         try:
             if os.getppid() == engine:  # what a dead one had sent is still in the pipe
-                write(arena, file)
+                write_file(arena, file)
         finally:  # whatever happened, the region's memory is needed again
             with counting:
                 open_files[region] -= 1
@@ -182,7 +182,7 @@ def serve(arena: mmap.mmap, pipe: Connection, threads: int, engine: int) -> None
                 pool.submit(one, region, file)
 
 
-def write(arena: mmap.mmap, file: File) -> None:
+def write_file(arena: mmap.mmap, file: File) -> None:
     """Check, write beside the part, rename; or leave the reason."""
     own = file.part.with_suffix(".writing")
     try:
@@ -190,9 +190,9 @@ def write(arena: mmap.mmap, file: File) -> None:
             name: np.frombuffer(arena, dtype, math.prod(shape), offset).reshape(shape)
             for name, (dtype, shape, offset) in file.arrays.items()
         }
-        state_file.check(arrays)
+        state_file.check_arrays(arrays)
         file.part.parent.mkdir(parents=True, exist_ok=True)
-        state_file.write(own, arrays, file.facts)
+        state_file.write_arrays(own, arrays, file.facts)
         os.rename(own, file.part)
     except RowError as error:
         _report(file.part, {"reason": error.reason, "detail": error.detail})
@@ -222,7 +222,7 @@ def main() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        serve(mmap.mmap(arena, size), Connection(pipe), threads, engine)
+        write_jobs(mmap.mmap(arena, size), Connection(pipe), threads, engine)
     except (EOFError, OSError):
         os._exit(1)
 

@@ -17,13 +17,13 @@ from drafter.progress import RECORDS, Progress
 from drafter.serve.client import Client
 from drafter.stage import Stage
 
-FAILURES = frozenset(
+BUDGETED_REASONS = frozenset(
     {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
      "bad_token_ids"}
 )  # fmt: skip
-RETRIED = frozenset({"failed", "conversation_ended"})  # by the next run after one that did not complete
+RETRYABLE_REASONS = frozenset({"failed", "conversation_ended"})  # by the next run after one that did not complete
 FAILURES_ALLOWED = 5  # before their share means anything
-MUTE_ROWS = 20  # thinking rows without any reasoning before the run is stopped
+MAX_ROWS_WITHOUT_REASONING = 20  # thinking rows without any reasoning before the run is stopped
 FRAME_TOKENS = 64  # what a template may put around one message
 DRAIN = 16  # times the concurrency: how many requests at the end are ordered by expected length
 
@@ -80,7 +80,7 @@ class Generation:
         self._ends: list[float] = []  # when each worker found nothing left to do
         self._new = Counter[str]()
         self._first_failure = ""
-        self._mute = 0
+        self._rows_without_reasoning = 0
         self._misparsed = Counter[str]()
         self._ended: set[int] = set()  # requests rejected because an earlier turn gave no answer to build on
         self._lengths: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # source -> tokens, rows
@@ -119,9 +119,9 @@ class Generation:
         request = self.requests[index]
         tokens, finished = self._lengths[request.source]
         mean = tokens / finished if finished else self.settings.max_tokens
-        turns, heirs = 1, self.requests.children.get(self.requests.ids[index])
-        while heirs:
-            turns, heirs = turns + 1, self.requests.children.get(self.requests.ids[heirs[0]])
+        turns, children = 1, self.requests.children.get(self.requests.ids[index])
+        while children:
+            turns, children = turns + 1, self.requests.children.get(self.requests.ids[children[0]])
         return turns * mean, sum(len(message["content"] or "") for message in request.messages)
 
     def _resumed(self, done: set[bytes]) -> Iterator[tuple[int, list[str]]]:
@@ -138,7 +138,7 @@ class Generation:
                 lines[index] = requests.line(index, place)
             elif parent and parent not in open_ids:
                 self._end_conversation(parent)
-        answers = rows.answers(self.folder, {identity for line in lines.values() for identity in line})
+        answers = rows.read_answers(self.folder, {identity for line in lines.values() for identity in line})
         for index, line in lines.items():
             history = [answers[identity] for identity in line]
             if None in history:
@@ -167,15 +167,15 @@ class Generation:
 
     async def _row(self, request: Request, history: list[str]) -> Row:
         row = await self._made(request, history)
-        rows.check(row, self.config.target)
+        rows.check_row(row, self.config.target)
         return row
 
     async def _made(self, request: Request, history: list[str]) -> Row:
         if request.mode != "regenerate":
-            return await replay.row(self.client, request, self.config)
-        body = chat.body(request, history, self.config)
+            return await replay.build_row(self.client, request, self.config)
+        body = chat.chat_body(request, history, self.config)
         await self._refuse_too_long(request, body)
-        reply = await self.client.post(chat.CHAT, body, timeout=chat.timeout_of(self.settings))
+        reply = await self.client.post(chat.CHAT, body, timeout=chat.request_timeout(self.settings))
         return rows.read_reply(reply, request, chat.sampling(self.settings, request.row_id), self.config.target)
 
     async def _refuse_too_long(self, request: Request, body: dict) -> None:
@@ -202,10 +202,10 @@ class Generation:
         self.tokens += tokens
         lengths = self._lengths[row.source]
         lengths[0], lengths[1] = lengths[0] + tokens, lengths[1] + 1
-        if not (heirs := self.requests.children.get(self.requests.ids[index])):
+        if not (children := self.requests.children.get(self.requests.ids[index])):
             return
         if rows.may_continue(row):
-            self._continued.extend((heir, [*history, row.content]) for heir in heirs)
+            self._continued.extend((child, [*history, row.content]) for child in children)
         else:
             self._end_conversation(self.requests.ids[index])
 
@@ -213,12 +213,12 @@ class Generation:
         """Raises ConfigError when the server's reasoning parser is none, or not the model's."""
         if row.finish_reason == "replay":
             return
-        if self._mute is not None and rows.thinks(self.config.target):
-            self._mute = None if row.reasoning else self._mute + 1
-            if self._mute == MUTE_ROWS:
+        if self._rows_without_reasoning is not None and rows.thinks(self.config.target):
+            self._rows_without_reasoning = None if row.reasoning else self._rows_without_reasoning + 1
+            if self._rows_without_reasoning == MAX_ROWS_WITHOUT_REASONING:
                 raise ConfigError(
-                    f"{MUTE_ROWS} rows and no reasoning in any: start the server with --reasoning-parser, "
-                    "or set target.think_end and target.prompt_suffix for a model that does not think"
+                    f"{MAX_ROWS_WITHOUT_REASONING} rows have no reasoning: start the server with "
+                    "--reasoning-parser, or set target.think_end and target.prompt_suffix for a model without reasoning"
                 )
         self._misparsed.update(set(row.flags) & set(rows.MISPARSED))
         for flag, count in self._misparsed.items():
@@ -233,9 +233,9 @@ class Generation:
         self.counts.reject(error.reason)
         self._new[error.reason] += 1
         detail = f"{request.place}: {error.detail}" if request.place and error.detail else error.detail
-        self._first_failure = self._first_failure or (detail if error.reason in FAILURES else "")
+        self._first_failure = self._first_failure or (detail if error.reason in BUDGETED_REASONS else "")
         self.rejected.append(prompts.rejection(request.row_id, request.source, error.reason, detail, at="reply"))
-        failures = sum(self._new[reason] for reason in FAILURES)
+        failures = sum(self._new[reason] for reason in BUDGETED_REASONS)
         seen = failures + self._rows_made
         if failures > max(FAILURES_ALLOWED, self.settings.max_failure_share * seen):
             raise ContractError(
@@ -259,7 +259,7 @@ class Generation:
 
     def _status(self) -> dict:
         seconds = max(time.monotonic() - self.started, 1e-9)
-        failures = {reason: count for reason, count in self._new.items() if reason in FAILURES}
+        failures = {reason: count for reason, count in self._new.items() if reason in BUDGETED_REASONS}
         return {
             "tok/s": round(self.tokens / seconds),
             "in_flight": self.client.in_flight,

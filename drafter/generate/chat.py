@@ -29,7 +29,7 @@ def sampling(settings: Generate, row_id: str) -> dict:
     return chosen | ({"seed": int(row_id[:7], 16)} if settings.seed_rows else {})
 
 
-def body(request: Request, history: list[str], config: Config) -> dict:
+def chat_body(request: Request, history: list[str], config: Config) -> dict:
     """The chat request; `history` holds the model's own earlier answers, in order."""
     answers = iter(history)
     messages = [m if m != conversations.OWN_ANSWER else m | {"content": next(answers)} for m in request.messages]
@@ -47,7 +47,7 @@ def body(request: Request, history: list[str], config: Config) -> dict:
     return result
 
 
-async def preflight(client: Client, config: Config) -> int:
+async def check_server(client: Client, config: Config) -> int:
     """Check with one small request what all the others rely on; the server's context length.
 
     Raises ConfigError: served name, special tokens, token ids, the prompt's end. ResumableError: no answer.
@@ -57,7 +57,7 @@ async def preflight(client: Client, config: Config) -> int:
     row_id = contracts.row_id([], None, target.chat_template_kwargs, "preflight")
     hello = [{"role": "user", "content": "Say hello."}]
     request = Request(row_id, None, row_id, "preflight", 0, "regenerate", hello, None)
-    small = body(request, [], config) | {"max_tokens": min(16, config.generate.max_tokens)}
+    small = chat_body(request, [], config) | {"max_tokens": min(16, config.generate.max_tokens)}
     try:
         listed = {model["id"]: model for model in (await client.get("/v1/models"))["data"]}
         if target.served_name not in listed:
@@ -66,7 +66,7 @@ async def preflight(client: Client, config: Config) -> int:
             ids = await replay.tokenize(client, target, prompt=text, add_special_tokens=False)
             if ids != [token]:
                 raise ConfigError(f"target.special_tokens: the server reads {text!r} as {ids}, not as {[token]}")
-        rows.read_reply(await client.post(CHAT, small, timeout=timeout_of(config.generate)), request, {}, target)
+        rows.read_reply(await client.post(CHAT, small, timeout=request_timeout(config.generate)), request, {}, target)
     except RowError as error:
         if error.reason == "failed":
             raise ResumableError(
@@ -106,5 +106,5 @@ def check_template(config: Config) -> None:
     )
 
 
-def timeout_of(settings: Generate) -> float:
+def request_timeout(settings: Generate) -> float:
     return TIMEOUT_SECONDS + settings.max_tokens / settings.floor_tokens_per_second

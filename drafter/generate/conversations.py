@@ -56,11 +56,11 @@ class Conversation(NamedTuple):
     read_by: tuple[str, ...]  # the columns that were read
 
 
-def bad(why: str) -> RowError:
+def bad_conversation(why: str) -> RowError:
     return RowError("bad_conversation", why)
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """A value for a message, never longer than SHOWN characters."""
     text = value if isinstance(value, str) else reprlib.repr(value)  # bounded in depth and length
     text = text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
@@ -77,13 +77,13 @@ def read_conversation(
     """
     columns = columns or {}
     if isinstance(record, BrokenLine):
-        raise bad(record.why)
+        raise bad_conversation(record.why)
     if not isinstance(record, dict):
-        raise bad(f"not a JSON object, but {shown(record)}")
+        raise bad_conversation(f"not a JSON object, but {shorten(record)}")
     what, column = _question(record, columns)
     for name in MEDIA:
         if record.get(name) and name not in columns.values():
-            raise bad(f"{name}: the text is about media beside it, and only text can be asked")
+            raise bad_conversation(f"{name}: the text is about media beside it, and only text can be asked")
     used, value = [column], record[column]
     if what != "messages" and (isinstance(value, str) or _all_text(value)):
         raw: list = [{"role": "user", "content": text} for text in ([value] if isinstance(value, str) else value)]
@@ -93,7 +93,7 @@ def read_conversation(
     elif value is None or isinstance(value, list):
         raw, turns = value or [], "first" if column in ("conversations", "conversation") else "last"
     else:
-        raise bad(f"{column}: {shown(value)} is neither text nor a list of messages")
+        raise bad_conversation(f"{column}: {shorten(value)} is neither text nor a list of messages")
     system = _text_beside(record, columns, "system", used)
     if system and not (raw and _role(raw[0]) == "system"):
         raw = [{"role": "system", "content": system}, *raw]
@@ -110,13 +110,13 @@ def _question(record: dict, columns: Mapping[Column, str]) -> tuple[Column, str]
     there = [each for each in candidates if each[1] in record]
     if not there:
         wanted = ", ".join(name for _, name in candidates)
-        raise RowError("no_user_turn", f"has none of the columns {wanted}; it has {names(record)}")
+        raise RowError("no_user_turn", f"has none of the columns {wanted}; it has {join_names(record)}")
     return next((each for each in there if record[each[1]]), there[0])
 
 
-def names(columns: Iterable) -> str:
+def join_names(columns: Iterable) -> str:
     """Names of columns for a message, the first few."""
-    some = [shown(str(name))[1:-1] for name in islice(columns, NAMED + 1)]
+    some = [shorten(str(name))[1:-1] for name in islice(columns, NAMED + 1)]
     return ", ".join(some[:NAMED]) + (" and others" if len(some) > NAMED else "") if some else "nothing"
 
 
@@ -144,7 +144,7 @@ def _text_beside(record: dict, columns: Mapping, what: Column, used: list[str]) 
         return ""
     if not isinstance(record[name], str):
         without = "; name the question's column with the source's `columns` to ask without it"
-        raise bad(f"{name}: {shown(record[name])} is not text{without if what == 'input' else ''}")
+        raise bad_conversation(f"{name}: {shorten(record[name])} is not text{without if what == 'input' else ''}")
     used += [name] if record[name].strip() else []
     return record[name].strip()
 
@@ -175,23 +175,23 @@ def _read_messages(raw: list, field: str, first_only: bool) -> list[dict]:
         role, content = message["role"], message["content"]
         if role == "system":
             if previous not in (None, "system"):
-                raise bad(f"{field}[{index}]: a system prompt inside the conversation")
+                raise bad_conversation(f"{field}[{index}]: a system prompt inside the conversation")
             if content:
                 messages.append(message)
         elif previous in (None, "system") and role != "user":
             if role != "assistant":
-                raise bad(f"{field}[{index}]: the conversation begins with a {role} turn")
+                raise bad_conversation(f"{field}[{index}]: the conversation begins with a {role} turn")
         elif role == "user" and previous == "user":
             _add_user(messages, message, answered)
         elif role == "assistant" and previous == "assistant":
-            raise bad(f"{field}[{index}]: two assistant turns in a row")
+            raise bad_conversation(f"{field}[{index}]: two assistant turns in a row")
         else:
             messages.append(message)
     said = [m["content"] for m in messages if m["role"] == "user"]
     if not any(said):
         raise RowError("no_user_turn", f"{field}: nothing that a user says")
     if not all(said):
-        raise bad(f"{field}: a blank user turn")
+        raise bad_conversation(f"{field}: a blank user turn")
     return messages
 
 
@@ -208,10 +208,10 @@ def _add_user(messages: list[dict], message: dict, answered: bool) -> None:
 
 def _read_message(entry: Any, place: str, awaited: list[str]) -> dict:
     if not isinstance(entry, dict):
-        raise bad(f"{place}: {shown(entry)} is no message")
+        raise bad_conversation(f"{place}: {shorten(entry)} is no message")
     role = _role(entry)
     if role is None:
-        raise bad(f"{place}: unknown role {shown(_first(entry, 'role', 'from'))}")
+        raise bad_conversation(f"{place}: unknown role {shorten(_first(entry, 'role', 'from'))}")
     content = _content(_first(entry, "content", "value"), place).strip()
     if role == CALL:
         calls = _calls_in_text(content, place)
@@ -221,7 +221,7 @@ def _read_message(entry: Any, place: str, awaited: list[str]) -> dict:
     for key in ("name", "tool_call_id"):
         if entry.get(key):
             if not isinstance(entry[key], str):
-                raise bad(f"{place}.{key}: {shown(entry[key])} is not text")
+                raise bad_conversation(f"{place}.{key}: {shorten(entry[key])} is not text")
             message[key] = entry[key]
     if entry.get("tool_calls"):
         message["tool_calls"] = _read_calls(entry["tool_calls"], f"{place}.tool_calls")
@@ -235,10 +235,12 @@ def _content(content: Any, place: str) -> str:
         for index, part in enumerate(content):
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type", part) if isinstance(part, dict) else part
-                raise bad(f"{place}.content[{index}]: {shown(kind)} is not text, and only text can be asked")
+                raise bad_conversation(
+                    f"{place}.content[{index}]: {shorten(kind)} is not text, and only text can be asked"
+                )
         return "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise bad(f"{place}: content that is not text, but {shown(content)}")
+        raise bad_conversation(f"{place}: content that is not text, but {shorten(content)}")
     return content or ""
 
 
@@ -250,14 +252,14 @@ def _calls_in_text(text: str, place: str) -> list[dict]:
     try:
         calls = json.loads(text)
     except (ValueError, RecursionError):
-        raise bad(f"{place}: a function call that is not JSON: {shown(text)}") from None
+        raise bad_conversation(f"{place}: a function call that is not JSON: {shorten(text)}") from None
     return _read_calls([{"function": call} for call in (calls if isinstance(calls, list) else [calls])], place)
 
 
 def _read_calls(calls: Any, place: str) -> list[dict]:
     """Calls with the id, type and arguments as text that a server demands."""
     if not isinstance(calls, list):
-        raise bad(f"{place}: {shown(calls)} is no list of calls")
+        raise bad_conversation(f"{place}: {shorten(calls)} is no list of calls")
     number = place.partition("[")[2].partition("]")[0]
     return [_read_call(call, f"{place}[{i}]", f"call_{number}_{i}") for i, call in enumerate(calls)]
 
@@ -265,9 +267,11 @@ def _read_calls(calls: Any, place: str) -> list[dict]:
 def _read_call(call: Any, place: str, default_id: str) -> dict:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad(f'{place}: {shown(call)} is no call; wanted {{"function": {{"name": ..., "arguments": ...}}}}')
+        raise bad_conversation(
+            f'{place}: {shorten(call)} is no call; wanted {{"function": {{"name": ..., "arguments": ...}}}}'
+        )
     if not isinstance(call.get("id"), str | None) or call.get("type", "function") != "function":
-        raise bad(f"{place}: {shown(call)}: wanted an id that is text and the type function")
+        raise bad_conversation(f"{place}: {shorten(call)}: wanted an id that is text and the type function")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False, default=str)
@@ -282,7 +286,7 @@ def _read_tools(record: dict, columns: Mapping[Column, str], used: list[str]) ->
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise bad(f"{column}: {shown(tools)} is no list of tools")
+        raise bad_conversation(f"{column}: {shorten(tools)} is no list of tools")
     used.append(column)
     return [_read_tool(_from_json(tool, column), f"{column}[{index}]") for index, tool in enumerate(tools)]
 
@@ -293,7 +297,7 @@ def _from_json(value: Any, place: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise bad(f"{place}: {shown(value)} is not JSON") from None
+        raise bad_conversation(f"{place}: {shorten(value)} is not JSON") from None
 
 
 def _read_tool(tool: Any, place: str) -> dict:
@@ -302,11 +306,13 @@ def _read_tool(tool: Any, place: str) -> dict:
         tool = {"type": "function", "function": kept}
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise bad(f'{place}: {shown(tool)} is no tool; wanted {{"type": "function", "function": {{"name": ...}}}}')
+        raise bad_conversation(
+            f'{place}: {shorten(tool)} is no tool; wanted {{"type": "function", "function": {{"name": ...}}}}'
+        )
     if not isinstance(function.get("parameters"), dict | None):
-        raise bad(f"{place}.function.parameters: {shown(function['parameters'])} is no JSON schema")
+        raise bad_conversation(f"{place}.function.parameters: {shorten(function['parameters'])} is no JSON schema")
     if not isinstance(function.get("description"), str | None):
-        raise bad(f"{place}.function.description: {shown(function['description'])} is not text")
+        raise bad_conversation(f"{place}.function.description: {shorten(function['description'])} is not text")
     if tool.get("type", "function") != "function":
-        raise bad(f"{place}.type: {shown(tool['type'])}; a server takes functions only")
+        raise bad_conversation(f"{place}.type: {shorten(tool['type'])}; a server takes functions only")
     return {"type": "function"} | tool

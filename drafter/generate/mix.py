@@ -31,7 +31,7 @@ def materialise(config: Config, folder: Path, earlier: Path | None = None) -> di
     conversation's turns stay together. Raises ConfigError for sources that cannot be used.
     """
     earlier = earlier or folder
-    if meta := current(config, folder):
+    if meta := current_meta(config, folder):
         return meta
     key = _key(config)  # before reading: a file that changes later has another
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def materialise(config: Config, folder: Path, earlier: Path | None = None) -> di
     return meta
 
 
-def current(config: Config, folder: Path) -> dict | None:
+def current_meta(config: Config, folder: Path) -> dict | None:
     """What `materialise` returned for this very mix, when it lies in `folder`."""
     meta = checked.read_or_empty(folder / META, prompts.Meta)
     if not meta or meta["key"] != _key(config) or not (folder / PROMPTS).exists():
@@ -71,7 +71,7 @@ def _key(config: Config) -> str:
         "prompts": config.value("prompts"),
         "held_out": [config.acceptance.held_out, config.value("acceptance.prompts")],
         "kwargs": config.target.chat_template_kwargs,
-        "files": [sources.state_of(origin) for origin in origins if origin.path],
+        "files": [sources.file_states(origin) for origin in origins if origin.path],
     }
     return contracts.content_id(question)
 
@@ -151,14 +151,14 @@ class _Mix:
             _refuse_bad_share(source, bad, counts["conversations"])
 
     def _requests(self, record: Any, source: Source, place: str) -> list[Request]:
-        conversation = prompts.read(record, source)
+        conversation = prompts.parse_conversation(record, source)
         made = prompts.requests(conversation, source, self.config.target.chat_template_kwargs, place)
         self._read_by.setdefault(source.name, Counter())[conversation.read_by, conversation.turns] += 1
         if source.name not in self._first:
             last = next(m for m in reversed(made[-1].messages) if m["role"] == "user")
             unread = [name for name in record if name not in conversation.read_by]
-            more = f" (not read: {conversations.names(unread)})" if unread else ""
-            self._first[source.name] = conversations.shown(last["content"]) + more
+            more = f" (not read: {conversations.join_names(unread)})" if unread else ""
+            self._first[source.name] = conversations.shorten(last["content"]) + more
         return made
 
     def _add(self, request: Request, counts: Counter) -> None:
@@ -213,7 +213,7 @@ class _Mix:
         return dict(sorted(Counter(record["source"] for record in records).items()))
 
     def _unusable(self) -> str:
-        broken = prompts.unusable(self.rejections)
+        broken = prompts.unusable_conversations(self.rejections)
         return f"; {len(broken)} are rejected, the first: {broken[0]['detail']}" if broken else ""
 
     def _held_out(self, before: _HeldBefore) -> dict[str, dict | None]:
@@ -246,7 +246,7 @@ class _Mix:
                 try:
                     request = prompts.requests_of(record, source, self.config.target.chat_template_kwargs)[0]
                 except RowError as error:
-                    raise no_prompt(source, place, error) from None
+                    raise unusable_prompt(source, place, error) from None
                 held.setdefault(request.conv_id, _as_prompt(request.to_record()))
         return held
 
@@ -271,7 +271,8 @@ class _Mix:
             ]
             more = f" and {len(ways) - READ_SHOWN} other ways" if len(ways) > READ_SHOWN else ""
             result[source.name] = (
-                f"{sources.describe(source)}, read by {'; '.join(shown)}{more}; the first: {self._first[source.name]}"
+                f"{sources.source_text(source)}, read by {'; '.join(shown)}{more}; "
+                f"the first: {self._first[source.name]}"
             )
         return result
 
@@ -294,7 +295,7 @@ def _refuse_bad_share(source: Source, bad: list[dict], conversations_read: int) 
     )
 
 
-def no_prompt(source: Source, place: str, error: RowError) -> ConfigError:
+def unusable_prompt(source: Source, place: str, error: RowError) -> ConfigError:
     why = str(error)[: prompts.DETAIL]
     return ConfigError(f"acceptance.prompts {source.name}: {place} is no prompt: {why}; {conversations.WANTED}")
 

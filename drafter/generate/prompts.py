@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from drafter import checked, contracts, files
 from drafter.config import Source
 from drafter.errors import ContractError
-from drafter.generate.conversations import OWN_ANSWER, Conversation, bad, read_conversation
+from drafter.generate.conversations import OWN_ANSWER, Conversation, bad_conversation, read_conversation
 
 PROMPTS, HELD_OUT, REJECTED, META = "prompts.jsonl", "held_out.jsonl", "rejected.jsonl", "prompts.json"
 DETAIL = 500  # characters of a rejection's detail
@@ -30,7 +30,7 @@ class Rejection(TypedDict):
 
 
 @checked.OPEN
-class Table(TypedDict):
+class SourceMeta(TypedDict):
     """Of one source, in prompts.json."""
 
     rejected: dict[str, contracts.Count]
@@ -42,7 +42,7 @@ class Meta(TypedDict):
 
     key: str
     sha256: str
-    sources: dict[str, Table]
+    sources: dict[str, SourceMeta]
     read: dict[str, str]
     held_out: dict[str, Any]
 
@@ -69,7 +69,7 @@ class Request:
         return contracts.shallow(self)
 
 
-def read(record: Any, source: Source) -> Conversation:
+def parse_conversation(record: Any, source: Source) -> Conversation:
     """The conversation in a source's record, with the source's `turns`, else its schema's. Raises RowError."""
     by_default = None if source.turns is None else source.turns == "first"
     first_only = by_default if source.mode == "regenerate" else False
@@ -79,7 +79,7 @@ def read(record: Any, source: Source) -> Conversation:
 
 def requests_of(record: Any, source: Source, template_kwargs: dict) -> list[Request]:
     """The requests one conversation gives under its source's `turns` and `mode`. Raises RowError."""
-    return requests(read(record, source), source, template_kwargs)
+    return requests(parse_conversation(record, source), source, template_kwargs)
 
 
 def requests(conversation: Conversation, source: Source, template_kwargs: dict, place: str = "") -> list[Request]:
@@ -91,11 +91,13 @@ def requests(conversation: Conversation, source: Source, template_kwargs: dict, 
     elif turns == "first":
         made = [("regenerate", 0, messages[: users[0] + 1])]
     elif turns == "last" and OWN_ANSWER in messages:
-        raise bad("turns: last needs the answers before the last turn, and there are none: use turns: all or first")
+        raise bad_conversation(
+            "turns: last needs the answers before the last turn, and there are none: use turns: all or first"
+        )
     elif turns == "last":
         made = [("regenerate", len(users) - 1, messages[: users[-1] + 1])]
     elif any(message["role"] == "tool" for message in messages):
-        raise bad("tool results answer calls that the model may not make: use turns: last")
+        raise bad_conversation("tool results answer calls that the model may not make: use turns: last")
     else:
         own = [OWN_ANSWER if message["role"] == "assistant" else message for message in messages]
         made = [("regenerate", turn, own[: user + 1]) for turn, user in enumerate(users)]
@@ -111,7 +113,7 @@ def requests(conversation: Conversation, source: Source, template_kwargs: dict, 
 def _replayed(messages: list[dict], users: list[int], turns: str) -> tuple[str, int, list[dict]]:
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > users[0]]
     if not answers or OWN_ANSWER in messages:
-        raise bad("no answer to keep")
+        raise bad_conversation("no answer to keep")
     end = answers[0] if turns == "first" else answers[-1]
     turn = sum(user < end for user in users) - 1
     return "replay_all" if turns == "all" else "replay_last", turn, messages[: end + 1]
@@ -124,7 +126,7 @@ def read_rejections(folder: Path) -> list[dict]:
     return list(checked.lines(path, Rejection, "without such lines these rows are tried again", journal=True))
 
 
-def unusable(rejections: list[dict]) -> list[dict]:
+def unusable_conversations(rejections: list[dict]) -> list[dict]:
     """Those of conversations that cannot be used as they are, which the user can correct."""
     return [r for r in rejections if r["at"] == "prompts" and r["reason"] in ("bad_conversation", "no_user_turn")]
 
@@ -146,7 +148,7 @@ def json_line(record: dict) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def drawn(entry: dict) -> str:
+def count_text(entry: dict) -> str:
     """What became of a source's conversations, in words."""
     counts = {"conversations": entry["conversations"], **entry["rejected"]}
     return ", ".join(f"{count} {what}" for what, count in counts.items())
@@ -163,7 +165,7 @@ PARENT = slice(ROW_ID.stop + len('","parent":"'), ROW_ID.stop + len('","parent":
 QUOTE = ord('"')
 
 
-def asked_for(folder: Path) -> set[str] | None:
+def requested_ids(folder: Path) -> set[str] | None:
     """Ids of the rows that the mix in `folder` asks for; others on disk belong to no run now. None: no mix there."""
     path = folder / PROMPTS
     if not path.exists():

@@ -33,7 +33,7 @@ class Opened(NamedTuple):
     stream: Any  # bytes in UTF-8, or text of another encoding
 
 
-def read(path: Path) -> Iterator[tuple[str, Any]]:
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Records with their places in the file; a line that is not JSON comes as a BrokenLine.
 
     Raises ConfigError for a file that cannot be read at all, or not beyond some place.
@@ -43,13 +43,13 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
         yield from reader(path, opened.stream)
 
 
-def form(path: Path) -> str:
+def file_form(path: Path) -> str:
     """How the file is written. Raises ConfigError."""
     with _opened(path) as opened:
         return opened.form
 
 
-def count(path: Path) -> int:
+def count_records(path: Path) -> int:
     """Records in the file, whatever is wrong with them. Raises ConfigError."""
     with _opened(path) as opened:
         if opened.kind == "Parquet":
@@ -135,7 +135,7 @@ def _lines(stream: Any) -> Iterator[tuple[int, Any]]:
 def read_lines(path: Path, stream: Any) -> Iterator[tuple[str, Any]]:
     for number, line in _lines(stream):
         if line is None:
-            yield f"{path} line {number}", broken("", f"not JSON: longer than {LINE_BYTES // 2**20} MiB")
+            yield f"{path} line {number}", broken_line("", f"not JSON: longer than {LINE_BYTES // 2**20} MiB")
         elif line.strip():
             yield f"{path} line {number}", _parsed(line.rstrip())  # else a cut is reported on the next line
 
@@ -144,12 +144,12 @@ def _parsed(line: bytes | str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        return broken(line, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
+        return broken_line(line, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
     except (ValueError, RecursionError) as error:
-        return broken(line, f"not JSON: {error}")
+        return broken_line(line, f"not JSON: {error}")
 
 
-def broken(line: bytes | str, why: str) -> BrokenLine:
+def broken_line(line: bytes | str, why: str) -> BrokenLine:
     result = BrokenLine(line if isinstance(line, str) else line.decode("utf-8", errors="replace"))
     result.why = why
     return result

@@ -27,7 +27,7 @@ async def tokenize(client: Client, target: Target, **what: Any) -> list[int]:
         raise RowError("bad_reply", "/tokenize gave no tokens") from None
 
 
-async def row(client: Client, request: Request, config: Config) -> Row:
+async def build_row(client: Client, request: Request, config: Config) -> Row:
     """The conversation's ids with its answers supervised: the last one, or all of them (`replay_all`).
 
     An answer is what follows the generation prompt, up to the token that stops the model; a template adds bytes

@@ -119,7 +119,7 @@ def _misparsed(ids: list[int], reasoning: str | None, content: str | None, targe
     return []
 
 
-def check(row: Row, target: Target) -> None:
+def check_row(row: Row, target: Target) -> None:
     """What a row says of itself must agree with its counts and with the target's `</think>`. Raises RowError."""
     ids = row.input_ids
     if problem := row.contradiction():
@@ -140,7 +140,7 @@ def find_think_end(prompt_ids: list[int], completion_ids: list[int], think_end: 
     return len(prompt_ids) - 1 if prompt_ids[-1:] == [think_end] else None
 
 
-def check_tokens(row: Row, target: Target) -> None:
+def check_positions(row: Row, target: Target) -> None:
     """Raises ContractError when the target's own token ids are not where the row's positions say they are."""
     ids, suffix, replayed = row.input_ids, list(target.prompt_suffix), row.finish_reason == "replay"
     for start, _ in row.supervised:
@@ -258,7 +258,7 @@ def read_rows(folder: Path, limit: int | None = None) -> Iterator[Row]:
                 yield row
 
 
-def answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
+def read_answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
     """The content of the wanted rows; None for one that no next turn can be built on."""
     found = {}
     for path in row_files(folder) if wanted else []:
@@ -280,7 +280,7 @@ def done_ids(folder: Path) -> set[bytes]:
     return found
 
 
-def summarise(made: Iterator[Row]) -> dict:
+def summarise_rows(made: Iterator[Row]) -> dict:
     """Token counts of rows, in all and by source: lengths, share of reasoning, share truncated."""
     lengths: dict[str, list[int]] = defaultdict(list)
     reasoning, truncated = Counter[str](), Counter[str]()
@@ -312,7 +312,7 @@ def _describe(lengths: list[int], reasoning: int, truncated: int) -> dict:
     }
 
 
-def show(summary: dict) -> str:
+def summary_table(summary: dict) -> str:
     """The summary as a table."""
     columns = list(summary["all"])
     lines = [("source", *columns)]

@@ -33,7 +33,7 @@ def read_source(source: Source) -> Iterator[Placed]:
         return _read_hub(source)
     if _is_saved(_there(source)):
         return _read_saved(source)
-    return (placed for path in files_of(source) for placed in record_files.read(path))
+    return (placed for path in files_of(source) for placed in record_files.read_records(path))
 
 
 def _there(source: Source) -> Path:
@@ -83,14 +83,14 @@ def _split_of(path: Path) -> str | None:
     return next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), None)
 
 
-def describe(source: Source) -> str:
+def source_text(source: Source) -> str:
     """Where a source's records are and in which form. Raises ConfigError."""
     if source.hub:
         return f"{source.hub}, split {source.split}"
     if _is_saved(_there(source)):
         return f"{source.path} (saved by `datasets`)"
     files, all_files = files_of(source), len(_data_files(source.path))
-    form = f" ({record_files.form(files[0])})" if files else ""
+    form = f" ({record_files.file_form(files[0])})" if files else ""
     if files == [source.path]:
         return f"{source.path}{form}"
     chosen = (
@@ -99,7 +99,7 @@ def describe(source: Source) -> str:
     return f"{source.path}, {chosen}{form}"
 
 
-def state_of(source: Source) -> list:
+def file_states(source: Source) -> list:
     """Names, sizes and times of a local source's files: another state, and the source is read again."""
     if source.hub:
         return []
@@ -109,11 +109,11 @@ def state_of(source: Source) -> list:
     return [[str(file.relative_to(source.path)), stat.st_size, stat.st_mtime_ns] for file, stat in found]
 
 
-def count(source: Source) -> int | None:
+def count_records(source: Source) -> int | None:
     """Conversations that a local source holds, whatever is wrong with them; None on the hub or where nothing is."""
     if not source.path or not source.path.exists():
         return None
-    return _count(str(source.path), source.split, str(state_of(source)))
+    return _count(str(source.path), source.split, str(file_states(source)))
 
 
 @lru_cache(maxsize=64)
@@ -122,7 +122,7 @@ def _count(path: str, split: str, _state: str) -> int:
     if _is_saved(source.path):
         with _readable(source.path):
             return len(_load_saved(source))
-    return sum(map(record_files.count, files_of(source)))
+    return sum(map(record_files.count_records, files_of(source)))
 
 
 # ---- data sets
@@ -192,9 +192,9 @@ def draw(source: Source, seed: int) -> Iterator[Placed]:
 
     Reads the source twice where `count` is set. Raises ConfigError when its files change meanwhile.
     """
-    before = state_of(source)
+    before = file_states(source)
     yield from read_source(source) if source.count is None else _smallest(source, source.count, seed)
-    if state_of(source) != before:
+    if file_states(source) != before:
         raise _changed(source)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from drafter import files
 from drafter.errors import ConfigError, ContractError, ResumableError
 from drafter.generate import chat, conversations, mix, prompts, rows
-from drafter.generate.answering import RETRIED, Generation, Work
+from drafter.generate.answering import RETRYABLE_REASONS, Generation, Work
 from drafter.serve import client, roles
 from drafter.serve.client import Client
 from drafter.stage import Stage, read_manifest, say
@@ -36,10 +36,10 @@ def prepare(stage: Stage) -> Work:
         stage.facts.pop(ended, None)
     meta = mix.materialise(stage.config, stage.folder)
     stage.facts |= {"prompts_sha256": meta["sha256"], **{key: meta[key] for key in ("sources", "read", "held_out")}}
-    for line in (*read_lines(meta), *broken_lines(stage.folder)):
+    for line in (*source_lines(meta), *broken_lines(stage.folder)):
         say("%s", line)
     if before.get("status") != "complete":
-        prompts.forget_rejections(stage.folder, RETRIED)
+        prompts.forget_rejections(stage.folder, RETRYABLE_REASONS)
     work = Work(stage.folder, stage.folder, stage.args.limit)
     work.count(stage.counts)
     say("%d requests: %d done, %d to do", len(work.requests), len(work.done), len(work.pending))
@@ -60,7 +60,7 @@ async def answer(stage: Stage, work: Work, deadline: float | None) -> None:
     """Send what is pending until `deadline`, a timestamp."""
     settings, generated = stage.config.generate, stage.config.servers.generate
     async with Client(generated, concurrency=settings.concurrency, outage_minutes=settings.outage_minutes) as calls:
-        context = await chat.preflight(calls, stage.config)
+        context = await chat.check_server(calls, stage.config)
         generation = Generation(stage, work, calls, context, deadline)
         try:
             await generation.run()
@@ -77,8 +77,8 @@ def conclude(stage: Stage) -> dict:
     work = Work(stage.folder, stage.folder, stage.args.limit)
     work.count(stage.counts)
     _name_pending(stage.folder / PENDING, work)
-    stage.facts["rows"] = summary = rows.summarise(rows.read_rows(stage.folder, stage.args.limit))
-    say("rows written\n%s", rows.show(summary))
+    stage.facts["rows"] = summary = rows.summarise_rows(rows.read_rows(stage.folder, stage.args.limit))
+    say("rows written\n%s", rows.summary_table(summary))
     done, least = stage.counts.done, stage.config.generate.min_rows
     if work.pending and stage.args.deadline:
         if done < max(least, 1):
@@ -99,7 +99,7 @@ def _name_pending(path: Path, work: Work) -> None:
             file.write(json.dumps({"row_id": request.row_id, "source": request.source}) + "\n")
 
 
-def plan(stage: Stage) -> dict:
+def dry_run(stage: Stage) -> dict:
     """Offline: the mix by source, what is left to do, and what is missing.
 
     `refused` is what the pipeline must stop at before it starts a server, and its own checks do not know; `stale`,
@@ -117,7 +117,7 @@ def plan(stage: Stage) -> dict:
     unfinished = before.get("status") != "complete"
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            mixed = stage.folder if mix.current(stage.config, stage.folder) else Path(scratch)
+            mixed = stage.folder if mix.current_meta(stage.config, stage.folder) else Path(scratch)
             meta = mix.materialise(stage.config, mixed, earlier=stage.folder)
         except ConfigError as error:
             findings.append(str(error))
@@ -125,13 +125,13 @@ def plan(stage: Stage) -> dict:
         except ResumableError as error:  # only the hub has it, and a dry run is offline
             result["notes"], meta = [str(error)], None
         if meta:
-            result |= {"sources": meta["sources"], "read": read_lines(meta), "broken": broken_lines(mixed)}
-            work = Work(mixed, stage.folder, stage.args.limit, RETRIED if unfinished else frozenset())
+            result |= {"sources": meta["sources"], "read": source_lines(meta), "broken": broken_lines(mixed)}
+            work = Work(mixed, stage.folder, stage.args.limit, RETRYABLE_REASONS if unfinished else frozenset())
             result |= {"pending": len(work.pending), "requests": len(work.requests), "row_set": work.row_set()}
             if reason := _stale(stage, before, meta, work):
                 result["stale"] = reason
     for name, entry in result.get("sources", {}).items():
-        say("%s: %d requests of %s", name, entry["requests"], prompts.drawn(entry))
+        say("%s: %d requests of %s", name, entry["requests"], prompts.count_text(entry))
     for line in (*result.get("read", ()), *result.get("broken", ())):
         say("%s", line)
     return result
@@ -153,14 +153,14 @@ def _stale(stage: Stage, before: dict, meta: dict, work: Work) -> str | None:
     return None
 
 
-def read_lines(meta: dict) -> list[str]:
+def source_lines(meta: dict) -> list[str]:
     """How each source was read, a line each."""
     return [f"prompts {name}: {how}" for name, how in meta["read"].items()]
 
 
 def broken_lines(mixed: Path) -> list[str]:
     """The first few conversations that cannot be used, with source, place and reason."""
-    broken = prompts.unusable(prompts.read_rejections(mixed))
+    broken = prompts.unusable_conversations(prompts.read_rejections(mixed))
     lines = [f"prompts {record['source']}: rejected: {record['detail']}" for record in broken[:BROKEN_NAMED]]
     more = len(broken) - BROKEN_NAMED
     lines += [f"and {more} more, in {prompts.REJECTED} once 01b runs"] if more > 0 else []

@@ -74,7 +74,7 @@ def _work(plan: dict, before: list[StageName], lacks_input: bool) -> str:
         return plan.get("left") or "nothing to do"
     details = [files.size(plan["bytes"])] if "bytes" in plan else []
     for name, entry in plan.get("sources", {}).items():
-        details.append(f"{name}: {prompts.drawn(entry)}")
+        details.append(f"{name}: {prompts.count_text(entry)}")
     more = f" ({'; '.join(details)})" if details else ""
     pending = plan["pending"]
     return f"{pending:,} {UNITS[plan['stage']].format('s' * (pending != 1))}{more}"

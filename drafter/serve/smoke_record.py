@@ -70,7 +70,7 @@ def find(config: Config) -> Smoke | None:
 
 
 def _models(config: Config) -> list[str]:
-    return [eagle3_folder.identity(config.train.warm_start), files.fingerprint_path(config.target.model)]
+    return [eagle3_folder.fingerprint(config.train.warm_start), files.fingerprint_path(config.target.model)]
 
 
 def _tally(chunks: list[int]) -> list[int]:

@@ -56,7 +56,7 @@ Tensors = dict[str, torch.Tensor]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape, dtype
 
 
-def read(folder: Path) -> tuple[Tensors, dict[str, Any]]:
+def read_drafter(folder: Path) -> tuple[Tensors, dict[str, Any]]:
     """Tensors and config. Raises ConfigError when there is no drafter, ContractError when a file is broken."""
     config = read_config(folder)
     return {name: file.get_tensor(name) for file in _files(folder) for name in file.keys()}, config  # noqa: SIM118
@@ -91,7 +91,7 @@ def _files(folder: Path) -> Iterator[safe_open]:
             raise ContractError(f"{path} is broken: {error}") from None
 
 
-def identity(folder: Path) -> str:
+def fingerprint(folder: Path) -> str:
     """A drafter's content: its weights and config, not its model card."""
     paths = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
     return "".join(files.sha256_file(path)[:16] for path in paths)
@@ -168,7 +168,7 @@ def check_folder(folder: Path, target: Target) -> Tensors:
 
     Raises ConfigError when there is no drafter, ContractError naming the first thing that is wrong.
     """
-    tensors, config = read(folder)
+    tensors, config = read_drafter(folder)
     try:
         check_config(config, target)
         layout = layout_of(config)

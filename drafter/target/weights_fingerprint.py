@@ -1,6 +1,6 @@
 """A fingerprint of all of a target's weights, and the record beside the hidden states of the one they came from.
 
-`artifacts.fingerprint_path` reads the ends of each file and is part of every identity; this one looks into every
+`files.fingerprint_path` reads the ends of each file and is part of every identity; this one looks into every
 tensor, so that a permuted embedding or one replaced expert is another target.
 """
 
@@ -23,7 +23,7 @@ SAMPLES, SAMPLE = 8, 4096  # of a tensor: so many pieces of so many bytes, the f
 THREADS = 16
 
 
-def check(config: Config, recording: bool) -> None:
+def check_same_weights(config: Config, recording: bool) -> None:
     """Compare the target with the one that the hidden states in 02's folder came from.
 
     `recording`: stage 02 notes it before the first states. States of an earlier version have no record, get none,

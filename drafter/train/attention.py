@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafter.train.fuse import fused, rows
+from drafter.train.fuse import fused, matrix_rows
 
 
 @dataclass(slots=True)
@@ -42,7 +42,9 @@ class _Merged(torch.autograd.Function):
         out, lse, extra = kernel.forward(q, k0, v0, documents, scale)
         if flat:
             merge = fused(_merge, q.device)
-            out, lse = merge(rows(out), rows(lse, 1), rows(q), [rows(t) for t in flat], scale)
+            out, lse = merge(
+                matrix_rows(out), matrix_rows(lse, 1), matrix_rows(q), [matrix_rows(t) for t in flat], scale
+            )
         ctx.save_for_backward(q, k0, v0, out, lse, *flat)
         ctx.kernel, ctx.documents, ctx.scale, ctx.extra = kernel, documents, scale, extra
         return out
@@ -55,8 +57,16 @@ class _Merged(torch.autograd.Function):
         if not flat:
             return None, dq, dk0, dv0
         gradients = fused(_diagonal_gradients, q.device)
-        diagonals = [rows(t) for t in flat]
-        dq, dflat = gradients(rows(grad), rows(q), rows(out), rows(lse, 1), diagonals, ctx.scale, rows(dq))
+        diagonals = [matrix_rows(t) for t in flat]
+        dq, dflat = gradients(
+            matrix_rows(grad),
+            matrix_rows(q),
+            matrix_rows(out),
+            matrix_rows(lse, 1),
+            diagonals,
+            ctx.scale,
+            matrix_rows(dq),
+        )
         return None, dq, dk0, dv0, *dflat
 
 

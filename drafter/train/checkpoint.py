@@ -36,12 +36,12 @@ def step_number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def tensors_of(weights: dict[str, Tensor], moments: dict[str, Tensor]) -> list[Tensor]:
+def tensors_in_file_order(weights: dict[str, Tensor], moments: dict[str, Tensor]) -> list[Tensor]:
     """In the order in which `save` writes them."""
-    return [*checkpoint_file.in_order(weights).values(), *checkpoint_file.in_order(moments).values()]
+    return [*checkpoint_file.in_file_order(weights).values(), *checkpoint_file.in_file_order(moments).values()]
 
 
-def save(
+def save_step(
     path: Path,
     weights: dict[str, Tensor],
     config: dict[str, Any],
@@ -53,12 +53,12 @@ def save(
 
     `wholes`: where tensors are sharded, those of `tensors_of` gathered, one after the other.
     """
-    wholes = iter(tensors_of(weights, moments)) if wholes is None else wholes
+    wholes = iter(tensors_in_file_order(weights, moments)) if wholes is None else wholes
     with files.publish(path) as part:
         part.mkdir()
         facts = {"folder": path.name, "config": _checksum(config)}
         for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, moments)):
-            checkpoint_file.write(part / name, checkpoint_file.in_order(tensors), wholes, facts)
+            checkpoint_file.write_tensors(part / name, checkpoint_file.in_file_order(tensors), wholes, facts)
         (part / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         (part / STATE).write_text(json.dumps(_sealed(state), indent=1) + "\n")
 
@@ -148,7 +148,7 @@ def check_complete(path: Path) -> None:
     raise ContractError(f"{path} is no complete checkpoint: {missing[0]} is missing{hint}")
 
 
-def prune(folder: Path, keep: int) -> None:
+def prune_steps(folder: Path, keep: int) -> None:
     """Remove all but the last `keep` steps and the best one."""
     steps = complete_steps(folder)
     kept = {*steps[-keep:], best_step(folder)} if steps else set()

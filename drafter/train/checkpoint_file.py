@@ -20,12 +20,12 @@ PIECE = 64 << 20  # bytes on their way at once
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}  # safetensors' names
 
 
-def in_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """As they lie in a file: wide numbers first, so that each tensor is aligned."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
-def write(path: Path, tensors: dict[str, Tensor], wholes: Iterator[Tensor], facts: dict[str, str]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], wholes: Iterator[Tensor], facts: dict[str, str]) -> None:
     """Write `tensors` to `path`, with `facts` and their checksums as metadata. Most of it is durable then.
 
     `tensors`: dtypes and (unsharded) shapes, `in_order`; `wholes`: gives as many tensors, on any device.

@@ -20,7 +20,7 @@ class Dataset:
     folder: Path
     train: list[examples.Example]
     validation: list[examples.Example]
-    plan: examples.Plan
+    schedule: examples.Schedule
 
 
 def read_dataset(stage: Stage, world: int) -> Dataset:
@@ -32,10 +32,10 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
         compare_with_manifest(folder, manifest, len(entries))
     entries = entries[: stage.args.limit]
     stage.counts = Counts(total=len(entries))
-    rows = examples.examples(entries, config.target.max_seq_len, train.ttt_steps, stage.counts)
+    rows = examples.learnable_rows(entries, config.target.max_seq_len, train.ttt_steps, stage.counts)
     if not rows:
         raise ContractError(f"none of the {len(entries)} rows in {folder} has a supervised token: nothing to learn")
-    training, validation = examples.split(rows, train.validation_share)
+    training, validation = examples.split_rows(rows, train.validation_share)
     if not training:
         conversations = len({row.entry.conv_id for row in rows})
         raise ContractError(
@@ -44,7 +44,7 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
         )
     capacity = config.target.max_seq_len
     packs_per_step = max(1, round((train.tokens_per_step or capacity * world) / capacity))
-    order = examples.Plan(training, capacity, packs_per_step, train.epochs, config.run.seed, train.max_steps)
+    order = examples.Schedule(training, capacity, packs_per_step, train.epochs, config.run.seed, train.max_steps)
     return Dataset(folder, training, validation[:VALIDATION_ROWS], order)
 
 

@@ -111,11 +111,11 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks() -> Iterator[Ranks]:
+def joined_ranks() -> Iterator[Ranks]:
     """Join the other ranks for as long as the block lasts. Raises ResumableError when one of them is gone."""
     own = Ranks()
     if own.device.type == "cuda":
-        add_in_one_order()
+        make_deterministic()
     try:
         if own.world > 1:
             dist.init_process_group("nccl" if own.device.type == "cuda" else "gloo")
@@ -129,14 +129,14 @@ def ranks() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def add_in_one_order() -> None:
+def make_deterministic() -> None:
     """Have kernels add in an order that timing does not change: resuming changes nothing, bit for bit."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
 
 
-def choose(asked: Kind | Literal["auto"], model: torch.nn.Module, own: Ranks) -> Kind:
+def parallel_kind(asked: Kind | Literal["auto"], model: torch.nn.Module, own: Ranks) -> Kind:
     """What `auto` means here, the same on every rank.
 
     DDP, the simpler one, where every rank can hold the whole state and its GPU copies to the others directly: both
@@ -199,17 +199,17 @@ def gradient_sync(wrapped: torch.nn.Module, last: bool) -> Iterator[None]:
     yield
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; every rank must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's own part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def received(tensor: Tensor | None, parameter: Tensor) -> Tensor:
+def scatter(tensor: Tensor | None, parameter: Tensor) -> Tensor:
     """Rank 0's whole `tensor`, placed and sharded as `parameter` is; every rank must ask, the others with None."""
     if tensor is None:
         tensor = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
@@ -221,7 +221,7 @@ def received(tensor: Tensor | None, parameter: Tensor) -> Tensor:
     return tensor
 
 
-def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def place_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor, placed and sharded as `parameter` is."""
     tensor = tensor.to(parameter.device)
     if isinstance(parameter, DTensor):

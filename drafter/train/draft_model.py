@@ -133,7 +133,7 @@ class Drafter(Eagle3DraftModel):
 # Building one
 
 
-def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier, target: Target) -> Drafter:
+def build_drafter(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier, target: Target) -> Drafter:
     """A drafter with fp32 masters from tensors under native names.
 
     Raises ContractError when a tensor is missing, unknown or of another shape, ConfigError on a form that the
@@ -160,19 +160,19 @@ def build(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier
     return drafter
 
 
-def trainable(drafter: Drafter, groups: Iterable[str]) -> dict[str, torch.nn.Parameter]:
+def freeze_all_but(drafter: Drafter, groups: Iterable[str]) -> dict[str, torch.nn.Parameter]:
     """Freeze everything but `groups`; what trains, by native name."""
     groups = set(groups)
     chosen = {}
     for name, parameter in drafter.named_parameters():
         native = _to_native(name)
-        parameter.requires_grad_(group_of(native) in groups)
+        parameter.requires_grad_(train_group(native) in groups)
         if parameter.requires_grad:
             chosen[native] = parameter
     return chosen
 
 
-def group_of(native: str) -> str | None:
+def train_group(native: str) -> str | None:
     """The `train.trainable` group of a tensor; None for what belongs to the target."""
     if native in ("norm.weight",) or (native.startswith("midlayer.") and native.endswith("norm.weight")):
         return "norms"

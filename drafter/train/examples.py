@@ -50,7 +50,7 @@ def depths(supervised: list[list[int]], tokens: int, steps: int) -> np.ndarray:
     return result
 
 
-def examples(entries: Iterable[IndexEntry], max_seq_len: int, steps: int, counts: Counts) -> list[Example]:
+def learnable_rows(entries: Iterable[IndexEntry], max_seq_len: int, steps: int, counts: Counts) -> list[Example]:
     """Rows that have something to learn from, in order of row id; the others are counted as rejected."""
     result = []
     for entry in sorted(entries, key=lambda e: e.row_id):
@@ -81,7 +81,7 @@ def read_index(folder: Path) -> list[IndexEntry]:
         raise ContractError(f"{folder / INDEX}: {error}; 02_extract_hidden_states.py makes it anew") from None
 
 
-def split(rows: list[Example], share: float) -> tuple[list[Example], list[Example]]:
+def split_rows(rows: list[Example], share: float) -> tuple[list[Example], list[Example]]:
     """Training and validation rows. A conversation is on one side, and stays there as rows are added."""
     conversations = sorted({row.entry.conv_id for row in rows}, key=_fraction)
     held = {conv for conv in conversations if _fraction(conv) < share} or set(conversations[:1])
@@ -92,7 +92,7 @@ def _fraction(conv_id: str) -> float:
     return int(hashlib.sha256(conv_id.encode()).hexdigest()[:8], 16) / 16**8
 
 
-def pack(rows: list[Example], capacity: int, seed: str | None) -> list[list[Example]]:
+def pack_rows(rows: list[Example], capacity: int, seed: str | None) -> list[list[Example]]:
     """Rows grouped into packs of at most `capacity` slots; shuffled by `seed`, in the given order without one.
 
     Within a window of the shuffled order the longest rows are placed first, each where it first fits.
@@ -141,7 +141,7 @@ class Step:
         return own + [([shortest], False)] * missing
 
 
-class Plan:
+class Schedule:
     """The order of training: which rows are in which step. The same on every rank and in every process."""
 
     def __init__(
@@ -158,7 +158,7 @@ class Plan:
         for epoch in range(epochs):
             if max_steps is not None and len(self.steps) >= max_steps:
                 break
-            packs = pack(rows, capacity, f"{seed}/{epoch}")
+            packs = pack_rows(rows, capacity, f"{seed}/{epoch}")
             for start in range(0, len(packs), packs_per_step):
                 self.steps.append(Step(len(self.steps) + 1, epoch, packs[start : start + packs_per_step]))
         self.steps = self.steps[:max_steps]

@@ -48,7 +48,7 @@ class Look:
     constant: np.ndarray  # [N] hits of the best constant guess at step 0
 
 
-def check(drafter: Drafter, verifier: Verifier, config: Config, dataset: Dataset) -> dict[str, float]:
+def check_warm_start(drafter: Drafter, verifier: Verifier, config: Config, dataset: Dataset) -> dict[str, float]:
     """Facts about the warm start's first guesses; empty with fewer than MIN_CONVERSATIONS held-out conversations.
 
     Raises ConfigError naming what does not belong together.
@@ -71,7 +71,7 @@ def check(drafter: Drafter, verifier: Verifier, config: Config, dataset: Dataset
     return facts
 
 
-def check_vocabulary(kept: Tensor, counts: Tensor) -> float:
+def share_outside_vocabulary(kept: Tensor, counts: Tensor) -> float:
     """Share of `counts` [V] (how often the target wrote each token) outside the draft vocabulary `kept` [V] bool.
 
     Raises ConfigError when the vocabulary has none of the tokens, or would have nearly all if its ids were shifted.
@@ -102,7 +102,9 @@ def _rows(dataset: Dataset, config: Config) -> list[examples.Example]:
             spans = [[start, min(end, start + smoke_record.TOKENS)] for start, end in row.supervised[:1]]
             first.setdefault(row.entry.conv_id, replace(row.entry, supervised=spans))
     chosen = list(first.values())[:CONVERSATIONS]
-    return examples.examples(chosen, config.target.max_seq_len, config.train.ttt_steps, Counts(total=len(chosen)))
+    return examples.learnable_rows(
+        chosen, config.target.max_seq_len, config.train.ttt_steps, Counts(total=len(chosen))
+    )
 
 
 @torch.no_grad()

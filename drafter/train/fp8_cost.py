@@ -24,7 +24,7 @@ class FirstLoss:
         start, target = config.train.warm_start, config.target
         verifier = read_verifier(target.model)
         self.form = target.layer_ids, target.architecture.hidden_size, target.architecture.vocab_size
-        self.drafter = draft_model.build(
+        self.drafter = draft_model.build_drafter(
             eagle3_folder.check_folder(start, target), eagle3_folder.read_config(start), verifier, target
         )
         self.drafter.prepare(verifier, torch.bfloat16 if config.train.precision == "bf16" else torch.float32, steps=1)
@@ -34,7 +34,7 @@ class FirstLoss:
     @torch.no_grad()
     def add(self, entry: IndexEntry, file: Path) -> None:
         """A row and its plain file. One with nothing to learn in its first tokens adds nothing."""
-        rows = examples.examples([entry], TOKENS, 1, Counts())
+        rows = examples.learnable_rows([entry], TOKENS, 1, Counts())
         if not rows:
             return
         with TemporaryDirectory() as folder:  # under the name that its readers look for
@@ -42,7 +42,7 @@ class FirstLoss:
             path.parent.mkdir()
             path.symlink_to(file)
             pack = examples.Reader(Path(folder), *self.form, 1, think_end=None, pin=False).read(rows)
-        small = states.compact(pack.states)
+        small = states.to_compact(pack.states)
         kept = replace(pack, states=small["final"], aux=small["aux"], aux_scale=small["aux_scale"])
         for number, one in enumerate((pack, kept)):
             self.sums[number] += self.drafter(one, self.scale)[1].sum(0)[0]

@@ -21,7 +21,7 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
 
 
-def rows(tensor: Tensor, dim: int = 0) -> Tensor:
+def matrix_rows(tensor: Tensor, dim: int = 0) -> Tensor:
     """`tensor` without its history, its dimension `dim` marked as the one that varies."""
     tensor = tensor.detach()
     if tensor.is_cuda:

@@ -17,7 +17,7 @@ FOLDER = "neighbours"  # below 02_hidden_states: files like the others, with eve
 CLEARLY = 0.98  # a share of the loss that training on other rows does not move
 
 
-def check(drafter: Drafter, config: Config, rows: list[examples.Example]) -> dict[str, float]:
+def losses_by_layer_ids(drafter: Drafter, config: Config, rows: list[examples.Example]) -> dict[str, float]:
     """Step-0 loss of the warm start by layer ids, on the rows that were captured at both. Empty without such rows.
 
     Raises ConfigError when the upper neighbours are clearly better.

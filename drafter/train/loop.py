@@ -19,7 +19,7 @@ from drafter.target import eagle3_folder
 from drafter.target.head import Verifier, read_last_layer, read_verifier
 from drafter.train import checkpoint, distributed, draft_model, examples, first_look, layer_convention, random_init
 from drafter.train.dataset import Dataset, make_reader
-from drafter.train.metrics import Metrics, summary, summary_by_region
+from drafter.train.metrics import Metrics, region_figures, step_figures
 from drafter.train.optimizer import Optimizer, learning_rate
 
 # Facts measured once, before step 1; checkpoints carry them.
@@ -56,7 +56,7 @@ class Training:
             self.metrics = Metrics(self.stage.folder, self.position.step, self.position.validated)
         self._listen()
         started, before = time.perf_counter(), self.position.tokens
-        steps = self.dataset.plan.steps
+        steps = self.dataset.schedule.steps
         progress = Progress(len(steps), "steps", self.position.step) if self.ranks.main else None
         remaining = steps[self.position.step :]
         shares = (item for step in remaining for item in step.share(self.ranks.rank, self.ranks.world))
@@ -98,24 +98,24 @@ class Training:
         self.keeps_embedding = eagle3_folder.EMBEDDING in weights
         self.compute = torch.bfloat16 if train.precision == "bf16" else torch.float32
         try:
-            self.model = draft_model.build(weights, self.settings, verifier, config.target)
+            self.model = draft_model.build_drafter(weights, self.settings, verifier, config.target)
         except ContractError as error:
             raise ContractError(f"{done or train.warm_start}: {error}") from None
         self.model.prepare(verifier, self.compute, train.ttt_steps)
         self.model.to(self.ranks.device)
         counts = examples.token_counts(self.dataset.train, self.dataset.folder, config.target.architecture.vocab_size)
         kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
-        self.outside = first_look.check_vocabulary(kept, counts)
+        self.outside = first_look.share_outside_vocabulary(kept, counts)
         if train.warm_start and not done:
             self.ranks.on_main(lambda: self._check_warm_start(verifier))
-        draft_model.trainable(self.model, train.trainable)
+        draft_model.freeze_all_but(self.model, train.trainable)
         reader = make_reader(config, self.dataset.folder, pin=self.ranks.device.type == "cuda")
         self.loader = examples.Loader(reader, self.ranks.device, train.loader_workers)
-        self.kind = distributed.choose(self._kind_before(state), self.model, self.ranks)
+        self.kind = distributed.parallel_kind(self._kind_before(state), self.model, self.ranks)
         self.wrapped = distributed.wrap(self.model, self.kind, self.ranks, self.compute)
-        parameters = draft_model.trainable(self.model, train.trainable)  # sharded by now
+        parameters = draft_model.freeze_all_but(self.model, train.trainable)  # sharded by now
         self.optimizer = Optimizer(
-            parameters, train, eagle3_folder.read(train.warm_start)[0] if train.l2_sp else None
+            parameters, train, eagle3_folder.read_drafter(train.warm_start)[0] if train.l2_sp else None
         )
         if done:
             self._load_moments(done)
@@ -137,8 +137,8 @@ class Training:
 
     def _check_warm_start(self, verifier: Verifier) -> None:
         rows = self.dataset.train + self.dataset.validation
-        self.stage.facts["layer_losses"] = layer_convention.check(self.model, self.config, rows)
-        self.stage.facts |= first_look.check(self.model, verifier, self.config, self.dataset)
+        self.stage.facts["layer_losses"] = layer_convention.losses_by_layer_ids(self.model, self.config, rows)
+        self.stage.facts |= first_look.check_warm_start(self.model, verifier, self.config, self.dataset)
 
     def _resume(self, state: dict[str, Any]) -> None:
         self.position = Position(**{key: state[key] for key in asdict(self.position)})
@@ -153,7 +153,7 @@ class Training:
     def _say_facts(self) -> None:
         rows = self.dataset.train
         tokens, anchors = sum(row.slots for row in rows), sum(row.asked[0] for row in rows)
-        numbers = sum(distributed.local(p).numel() for p in self.optimizer.parameters.values())
+        numbers = sum(distributed.local_part(p).numel() for p in self.optimizer.parameters.values())
         frozen = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
         self.stage.facts |= {
             "rows_train": len(rows),
@@ -214,7 +214,7 @@ class Training:
                 f"step {step.number}: loss or gradient is not finite: states that are damaged, or a train.lr that is "
                 f"too high; this rank's rows: {names}"
             )
-        lr = learning_rate(step.number, len(self.dataset.plan.steps), train)
+        lr = learning_rate(step.number, len(self.dataset.schedule.steps), train)
         self.optimizer.step(lr)
 
         seconds = time.perf_counter() - started
@@ -222,7 +222,7 @@ class Training:
         self.position.tokens += step.tokens
         self.position.seconds_per_step = seconds
         counts, received = flat[: -len(said)], flat[-len(said) :]
-        figures = summary(torch.tensor(counts).view(2, train.ttt_steps, len(draft_model.STATS)).sum(0))
+        figures = step_figures(torch.tensor(counts).view(2, train.ttt_steps, len(draft_model.STATS)).sum(0))
         figures = {
             "epoch": step.epoch,
             "lr": lr,
@@ -253,7 +253,7 @@ class Training:
         return next((signum for signum, ranks in zip(signals.SIGNALS, said, strict=True) if ranks), 0)
 
     def _saves(self, step: int) -> bool:
-        return step > 0 and (step % self.config.train.save_every == 0 or step == len(self.dataset.plan.steps))
+        return step > 0 and (step % self.config.train.save_every == 0 or step == len(self.dataset.schedule.steps))
 
     def _validates(self, step: int) -> bool:
         """Where it is due: what is saved has always been validated, but for what a signal saves."""
@@ -276,7 +276,7 @@ class Training:
     def _validate(self) -> int:
         """Measure on the held-out rows. Returns 0, or the signal that ended it early: it is still due then."""
         started = time.perf_counter()
-        packs = examples.pack(self.dataset.validation, self.config.target.max_seq_len, seed=None)
+        packs = examples.pack_rows(self.dataset.validation, self.config.target.max_seq_len, seed=None)
         share = examples.Step(0, 0, packs).share(self.ranks.rank, self.ranks.world)
         sums = torch.zeros(2, self.config.train.ttt_steps, len(draft_model.STATS), device=self.ranks.device)
         scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
@@ -291,7 +291,7 @@ class Training:
                 f"step {self.position.step}: the loss on held-out rows is not finite: states that are damaged, or a "
                 "train.lr that is too high"
             )
-        figures = summary_by_region(sums)
+        figures = region_figures(sums)
         position, acceptance = self.position, figures["expected_acceptance"]
         position.validated = position.step
         position.stale = 0 if acceptance > position.best else position.stale + 1
@@ -323,13 +323,13 @@ class Training:
     def _save(self) -> None:
         """Gather on rank 0 and write there. Raises ResumableError when the disk is full; earlier steps stay."""
         weights, moments = draft_model.native_weights(self.model, self.keeps_embedding), self.optimizer.moments()
-        wholes = map(distributed.whole, checkpoint.tensors_of(weights, moments))
+        wholes = map(distributed.gather, checkpoint.tensors_in_file_order(weights, moments))
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
         def write() -> None:
             self.metrics.sync()
-            checkpoint.save(path, weights, self.settings, moments, self._state(), wholes)
-            checkpoint.prune(self.stage.folder, self.config.train.keep_checkpoints)
+            checkpoint.save_step(path, weights, self.settings, moments, self._state(), wholes)
+            checkpoint.prune_steps(self.stage.folder, self.config.train.keep_checkpoints)
 
         try:
             self.ranks.on_main(write, wholes)
@@ -339,7 +339,7 @@ class Training:
             raise ResumableError(f"step {self.position.step} could not be saved ({error}); {kept} is kept") from None
 
     def _state(self) -> dict[str, Any]:
-        state = asdict(self.position) | identity(self.config, self.dataset)
+        state = asdict(self.position) | resume_identity(self.config, self.dataset)
         state |= {"ranks": self.ranks.world, "parallel": self.kind}
         return state | {key: self.stage.facts[key] for key in BEFORE if key in self.stage.facts}
 
@@ -349,7 +349,7 @@ class Training:
             return
         best = checkpoint.best_step(self.stage.folder)
         self.stage.facts |= {
-            "plan": self.dataset.plan.fingerprint,
+            "plan": self.dataset.schedule.fingerprint,
             "last_step": self.position.step,
             "best": best.name,
             "expected_acceptance": checkpoint.read_state(best)["expected_acceptance"],
@@ -359,12 +359,12 @@ class Training:
         say("best step: %s, expected acceptance length %.3f", best.name, self.stage.facts["expected_acceptance"])
 
 
-def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
+def resume_identity(config: Config, dataset: Dataset) -> dict[str, Any]:
     """What must be the same for a resumed step to be the step that would have been."""
     return {
         "rows": len(dataset.train),
-        "plan": dataset.plan.fingerprint,
-        "packs_per_step": dataset.plan.packs_per_step,
+        "plan": dataset.schedule.fingerprint,
+        "packs_per_step": dataset.schedule.packs_per_step,
         "trainable": sorted(config.train.trainable),
     }
 
@@ -373,10 +373,10 @@ def check_resumable(stage: Stage, dataset: Dataset) -> None:
     """Raises ConfigError naming what differs from the run that made the last checkpoint."""
     if not (done := checkpoint.complete_steps(stage.folder)):
         return
-    state, asked = checkpoint.read_state(done[-1], *asdict(Position())), len(dataset.plan.steps)
+    state, asked = checkpoint.read_state(done[-1], *asdict(Position())), len(dataset.schedule.steps)
     differing = [
         f"{key} (was {state.get(key)!r}, is {value!r})"
-        for key, value in identity(stage.config, dataset).items()
+        for key, value in resume_identity(stage.config, dataset).items()
         if state.get(key) != value
     ]
     if differing:

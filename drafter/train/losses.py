@@ -8,7 +8,7 @@ logits are dropped.
 import torch
 from torch import Tensor
 
-from drafter.train.fuse import fused, rows
+from drafter.train.fuse import fused, matrix_rows
 
 CHUNK_BYTES = 1 << 30  # of one chunk's logits, as fp32
 
@@ -46,7 +46,9 @@ class _LinearKL(torch.autograd.Function):
             teacher_logits = teacher[part] @ teacher_head.T
             # A slice's strides would tell a whole pack from a part of one, and be compiled for twice.
             counts = weight[:, part].contiguous()
-            losses[:, part], drafted[:, part], grad = kernel(rows(logits, 1), rows(teacher_logits), rows(counts, 1))
+            losses[:, part], drafted[:, part], grad = kernel(
+                matrix_rows(logits, 1), matrix_rows(teacher_logits), matrix_rows(counts, 1)
+            )
             if wants_hidden:
                 grad_hidden[:, part] = grad @ head
             if wants_head:

@@ -12,7 +12,7 @@ from drafter import files
 from drafter.train.batch import ANSWER, REASONING
 
 
-def summary(sums: Tensor) -> dict[str, Any]:
+def step_figures(sums: Tensor) -> dict[str, Any]:
     """Figures of the sums [K, 5] over anchors that the drafter's forward pass returns, one a TTT step.
 
     accuracy: the guess is the token that the target wrote; conditional: given that all before it were right;
@@ -30,11 +30,11 @@ def summary(sums: Tensor) -> dict[str, Any]:
     }
 
 
-def summary_by_region(sums: Tensor) -> dict[str, Any]:
+def region_figures(sums: Tensor) -> dict[str, Any]:
     """`summary` of sums [2, K, 5] over all anchors, and for reasoning and answer apart where both occur."""
-    result = summary(sums.sum(0))
+    result = step_figures(sums.sum(0))
     if sums[REASONING, 0, 0] and sums[ANSWER, 0, 0]:
-        result |= {"reasoning": summary(sums[REASONING]), "answer": summary(sums[ANSWER])}
+        result |= {"reasoning": step_figures(sums[REASONING]), "answer": step_figures(sums[ANSWER])}
     return result
 
 

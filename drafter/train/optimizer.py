@@ -37,11 +37,13 @@ class Optimizer:
         self._anchor = None
         if anchor is not None:
             whole = ((anchor[name].float(), p) for name, p in parameters.items())
-            self._anchor = [distributed.local(distributed.like(tensor, p)).clone() for tensor, p in whole]
+            self._anchor = [distributed.local_part(distributed.place_like(tensor, p)).clone() for tensor, p in whole]
 
     def clip(self) -> Tensor:
         """The gradients' norm over all ranks, before they are clipped to `grad_clip`."""
-        return distributed.whole(torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.train.grad_clip))
+        return distributed.gather(
+            torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.train.grad_clip)
+        )
 
     def step(self, lr: float) -> None:
         for group in self._adamw.param_groups:
@@ -49,7 +51,7 @@ class Optimizer:
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         if self._anchor is not None:
-            own = [distributed.local(p).detach() for p in self.parameters.values()]
+            own = [distributed.local_part(p).detach() for p in self.parameters.values()]
             torch._foreach_lerp_(own, self._anchor, lr * self.train.l2_sp)
 
     def moments(self) -> dict[str, Tensor]:
@@ -67,6 +69,6 @@ class Optimizer:
     def load(self, moments: dict[str, Tensor], step: int) -> None:
         """Continue after `step` steps with rank 0's whole `moments`; the other ranks need none."""
         for name, parameter in self.parameters.items():
-            kinds = {kind: distributed.received(moments.get(f"{name}.{kind}"), parameter) for kind in MOMENTS}
+            kinds = {kind: distributed.scatter(moments.get(f"{name}.{kind}"), parameter) for kind in MOMENTS}
             steps = torch.tensor(float(step), device=parameter.device)
             self._adamw.state[parameter] = {"step": steps, **kinds}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.train.fuse import constant, fused, rows
+from drafter.train.fuse import constant, fused, matrix_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,37 +29,43 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x, weight, eps):
         ctx.save_for_backward(x, weight)
         ctx.eps = constant(eps, x.device)
-        return fused(_norm, x.device)(rows(x), weight.detach(), ctx.eps)
+        return fused(_norm, x.device)(matrix_rows(x), weight.detach(), ctx.eps)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         kernel = fused(_norm_gradients, x.device)
-        return *kernel(rows(grad.contiguous()), rows(x), weight.detach(), ctx.eps), None
+        return *kernel(matrix_rows(grad.contiguous()), matrix_rows(x), weight.detach(), ctx.eps), None
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return fused(_gated, gate.device)(rows(gate), rows(up))
+        return fused(_gated, gate.device)(matrix_rows(gate), matrix_rows(up))
 
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
-        return fused(_gated_gradients, gate.device)(rows(grad.contiguous()), rows(gate), rows(up))
+        return fused(_gated_gradients, gate.device)(
+            matrix_rows(grad.contiguous()), matrix_rows(gate), matrix_rows(up)
+        )
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return fused(_rotated, x.device)(rows(x), rows(cos), rows(sin))
+        return fused(_rotated, x.device)(matrix_rows(x), matrix_rows(cos), matrix_rows(sin))
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return fused(_rotated, grad.device)(rows(grad.contiguous()), rows(cos), rows(-sin)), None, None
+        return (
+            fused(_rotated, grad.device)(matrix_rows(grad.contiguous()), matrix_rows(cos), matrix_rows(-sin)),
+            None,
+            None,
+        )
 
 
 def _norm(x, weight, eps):

@@ -19,12 +19,12 @@ def run(stage: Stage) -> dict:
     from drafter.train import distributed  # ten seconds of imports, which a plan does without
     from drafter.train.loop import Training, check_resumable
 
-    with distributed.ranks() as ranks:
+    with distributed.joined_ranks() as ranks:
         stage.require("02_hidden_states")
         eagle3_folder.check_settings(stage.config)
         ranks.on_main(lambda: stage.lock("02_hidden_states"))
         dataset = read_dataset(stage, ranks.world)
-        rows = [dataset.plan.fingerprint, *(row.entry.row_id for row in dataset.validation)]
+        rows = [dataset.schedule.fingerprint, *(row.entry.row_id for row in dataset.validation)]
         if not ranks.all(ranks.decide(lambda: rows) == rows):
             raise ResumableError(
                 f"the ranks read different rows from {dataset.folder / examples.INDEX}: one host sees an older file; "
@@ -35,19 +35,19 @@ def run(stage: Stage) -> dict:
             stage.refuse_another_question()  # before anything is written: a refusal leaves the run as it stands
             finished = is_finished(stage, dataset)
             if not finished:
-                weights_fingerprint.check(stage.config, recording=False)
+                weights_fingerprint.check_same_weights(stage.config, recording=False)
                 check_resumable(stage, dataset)
             return finished, read_manifest(stage.folder)
 
         finished, before = ranks.decide(look)
 
         def claim() -> None:
-            stage.facts |= {"steps": len(dataset.plan.steps), **given_rows(dataset)}
+            stage.facts |= {"steps": len(dataset.schedule.steps), **index_row_set(dataset)}
             stage.begin(QUESTION)
 
         ranks.on_main(claim)
         if finished:
-            stage.facts = before["facts"] | given_rows(dataset)
+            stage.facts = before["facts"] | index_row_set(dataset)
             say("trained already: %s", stage.facts["best"])
         else:
             Training(stage, dataset, ranks).run()
@@ -55,7 +55,7 @@ def run(stage: Stage) -> dict:
         return stage.finish() if ranks.main else {}
 
 
-def plan(stage: Stage) -> dict:
+def dry_run(stage: Stage) -> dict:
     """What `run` would do, and what is missing for it. `refused`: why it would end before its first step."""
     config, findings, pending, refused = stage.config, [], 1, {}
     folder = config.stage_dir("02_hidden_states")
@@ -68,7 +68,7 @@ def plan(stage: Stage) -> dict:
             findings.append(str(error))
         else:
             done = checkpoint.complete_steps(stage.folder)
-            pending = max(1, len(dataset.plan.steps) - (checkpoint.step_number(done[-1]) if done else 0))
+            pending = max(1, len(dataset.schedule.steps) - (checkpoint.step_number(done[-1]) if done else 0))
             pending = 0 if is_finished(stage, dataset) else pending
             if pending and done:
                 from drafter.train.loop import check_resumable  # slow to import
@@ -85,7 +85,7 @@ def plan(stage: Stage) -> dict:
     return {"stage": stage.name, "dry_run": True, "pending": pending, **refused, "findings": findings}
 
 
-def given_rows(dataset: Dataset) -> dict[str, str]:
+def index_row_set(dataset: Dataset) -> dict[str, str]:
     """Which rows stage 02 made its index of, as it records them; nothing where an earlier version did not."""
     facts = (read_manifest(dataset.folder) or {"facts": {}})["facts"]
     return {"row_set": facts["row_set"]} if "row_set" in facts else {}
@@ -96,7 +96,7 @@ def is_finished(stage: Stage, dataset: Dataset) -> bool:
     manifest = read_manifest(stage.folder)
     facts = manifest["facts"] if manifest else {}
     return (
-        facts.get("steps") == len(dataset.plan.steps)
-        and facts.get("plan") == dataset.plan.fingerprint
+        facts.get("steps") == len(dataset.schedule.steps)
+        and facts.get("plan") == dataset.schedule.fingerprint
         and not checkpoint.missing_files(stage.folder / facts.get("best", "none"))
     )

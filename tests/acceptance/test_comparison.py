@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from drafter.acceptance import comparison
-from drafter.acceptance.comparison import Unit
+from drafter.acceptance.comparison import Measurement
 from drafter.acceptance.wording import sentence
 from drafter.serve.decoding import Counters, Decoded, Reply
 
@@ -13,9 +13,9 @@ THINK_END = 5
 
 def unit(
     drafter: str, prompt_set: str = "s", concurrency: int = 8, tokens: int = 3, temperature: float = 0.7
-) -> Unit:
+) -> Measurement:
     tokens = 0 if drafter == "none" else tokens
-    return Unit(
+    return Measurement(
         drafter, prompt_set, concurrency, tokens, temperature, f"{drafter}/{prompt_set}/{concurrency}/{tokens}"
     )
 
@@ -40,8 +40,8 @@ def plain(seconds: float = 20.0) -> Decoded:
     return Decoded(replies, Counters(), seconds, {}, 0)
 
 
-def report(results: dict[Unit, Decoded], units: list[Unit] | None = None) -> dict:
-    return comparison.report(units or list(results), results, THINK_END, seed=0)
+def report(results: dict[Measurement, Decoded], units: list[Measurement] | None = None) -> dict:
+    return comparison.summarise_results(units or list(results), results, THINK_END, seed=0)
 
 
 def test_figures_are_the_engines_counters_pooled():

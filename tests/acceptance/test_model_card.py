@@ -21,14 +21,14 @@ def make_run(folder, target, *overrides) -> config.Config:
     warm = tiny_models.make_drafter(target, folder / "warm/model")
     tiny_models.make_drafter(target, folder / "rival/model", seed=2)
     run = config.load(captured.write_config(folder, target, warm), overrides)
-    weights, settings = eagle3_folder.read(warm)
-    export.write(export.folder(run), weights, settings, run.target, warm)
+    weights, settings = eagle3_folder.read_drafter(warm)
+    export.write_drafter(export.drafter_folder(run), weights, settings, run.target, warm)
     return run
 
 
 def text(run) -> str:
-    model_card.write(run)
-    return (export.folder(run) / model_card.NAME).read_text()
+    model_card.write_card(run)
+    return (export.drafter_folder(run) / model_card.NAME).read_text()
 
 
 def measured(drafter, prompt_set="s"):

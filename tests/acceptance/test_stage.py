@@ -41,7 +41,7 @@ def one_word_drafter(model: Path, folder: Path, token: int) -> Path:
     weights = random_init.first_weights(settings, read_verifier(model), vocabulary, seed=0)
     for silent in ("fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
         weights[silent].zero_()
-    export.write(folder, weights, settings, target)
+    export.write_drafter(folder, weights, settings, target)
     return folder
 
 
@@ -49,7 +49,7 @@ def one_word_length(run: config.Config, drafter: str, word: int) -> float:
     """The acceptance length, counted over its answers, of a drafter that says `word` three times a step."""
     steps = accepted = 0
     for unit in (unit for unit in units(run) if unit.drafter == drafter):
-        for reply in acceptance.read_unit(the_stage(run), unit).replies:
+        for reply in acceptance.read_result(the_stage(run), unit).replies:
             ids = reply.token_ids[1:]  # the first token comes from the prompt, without a draft
             while ids:
                 right = next((i for i, token in enumerate(ids[:3]) if token != word), min(3, len(ids)))
@@ -86,10 +86,14 @@ def make_run(tmp_path: Path, drafter: Path, *overrides: str) -> config.Config:
         ],
     )
     held_out(run)
-    if not export.folder(run).exists():
-        weights, settings = eagle3_folder.read(drafter)
-        export.write(export.folder(run), weights, settings, run.target, drafter)
-        facts = {"question": {}, "facts": {"identity": eagle3_folder.identity(export.folder(run))}, "versions": {}}
+    if not export.drafter_folder(run).exists():
+        weights, settings = eagle3_folder.read_drafter(drafter)
+        export.write_drafter(export.drafter_folder(run), weights, settings, run.target, drafter)
+        facts = {
+            "question": {},
+            "facts": {"identity": eagle3_folder.fingerprint(export.drafter_folder(run))},
+            "versions": {},
+        }
         files.write_json(run.stage_dir("05_export") / "manifest.json", facts)
     return run
 
@@ -98,8 +102,8 @@ def the_stage(run: config.Config, name: str = "06_acceptance") -> stage.Stage:
     return stage.Stage(name, run, argparse.Namespace(limit=None, dry_run=False))
 
 
-def units(run: config.Config) -> list[comparison.Unit]:
-    return acceptance.plan_units(run, acceptance.find_drafters(run), prompt_sets.read(run))
+def units(run: config.Config) -> list[comparison.Measurement]:
+    return acceptance.list_units(run, acceptance.find_drafters(run), prompt_sets.read_prompt_sets(run))
 
 
 def fake_result(skipped: int = 0) -> dict:
@@ -107,8 +111,8 @@ def fake_result(skipped: int = 0) -> dict:
     return Decoded(replies, Counters(30, 90, 30, [30, 0, 0]), 5.0, {}, skipped).to_record()
 
 
-def store(run: config.Config, unit: comparison.Unit, record: dict) -> None:
-    path = acceptance.unit_path(the_stage(run), unit)
+def store(run: config.Config, unit: comparison.Measurement, record: dict) -> None:
+    path = acceptance.result_path(the_stage(run), unit)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(path, record)
 
@@ -124,7 +128,7 @@ def test_a_unit_is_known_by_everything_it_depends_on(tmp_path, drafter):
     drafters = acceptance.find_drafters(run)
 
     def keys(run: config.Config) -> set[str]:
-        return {unit.key for unit in acceptance.plan_units(run, drafters, prompt_sets.read(run))}
+        return {unit.key for unit in acceptance.list_units(run, drafters, prompt_sets.read_prompt_sets(run))}
 
     base = keys(run)
     assert len(base) == 3
@@ -176,7 +180,7 @@ def test_a_folder_that_is_no_drafter_is_refused_before_any_server_starts(tmp_pat
     run = make_run(tmp_path, drafter, f"acceptance.drafters=[none, {tmp_path / 'nowhere'}]")
     with pytest.raises(ConfigError, match="no drafter at"):
         acceptance.run(the_stage(run))
-    weights, settings = eagle3_folder.read(drafter)
+    weights, settings = eagle3_folder.read_drafter(drafter)
     del weights["lm_head.weight"]
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -191,13 +195,13 @@ def test_a_folder_that_is_no_drafter_is_refused_before_any_server_starts(tmp_pat
 def test_sampling_is_sent_in_full_and_the_seed_is_the_prompts(tmp_path, drafter):
     """G23: a server takes what is not said from the model's generation_config.json."""
     run = make_run(tmp_path, drafter, "target.chat_template_kwargs={thinking: true}")
-    record = prompt_sets.read(run)["held_out"][0]
-    body = acceptance.body(run, acceptance.settings_of(run, 0.0), record)
+    record = prompt_sets.read_prompt_sets(run)["held_out"][0]
+    body = acceptance.chat_body(run, acceptance.cell_settings(run, 0.0), record)
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"):
         assert isinstance(body[name], int | float), name
     assert body["chat_template_kwargs"] == {"thinking": True}
     assert body["return_token_ids"] is True
-    assert body == acceptance.body(run, acceptance.settings_of(run, 0.0), record)
+    assert body == acceptance.chat_body(run, acceptance.cell_settings(run, 0.0), record)
 
 
 def test_what_is_measured_is_not_measured_again(tmp_path, drafter):
@@ -205,14 +209,16 @@ def test_what_is_measured_is_not_measured_again(tmp_path, drafter):
     run = make_run(tmp_path, drafter, "servers.evaluate.kind=external")
     for unit in units(run):
         store(run, unit, fake_result())
-    assert acceptance.plan(the_stage(run))["pending"] == 1  # the summary is not written yet
+    assert acceptance.dry_run(the_stage(run))["pending"] == 1  # the summary is not written yet
     summary = acceptance.run(the_stage(run))
     assert (summary["status"], summary["out"]) == ("complete", 3)
-    assert acceptance.plan(the_stage(run))["pending"] == 0
+    assert acceptance.dry_run(the_stage(run))["pending"] == 0
     report = json.loads((run.stage_dir("06_acceptance") / "acceptance.json").read_text())
     assert [m["drafter"] for m in report["measurements"]] == ["none", "warm_start", "run"]
     assert report["prompt_sets"][0]["prompts"] == PROMPTS
-    assert report["prompt_sets"][0]["identity"] == prompt_sets.identity(prompt_sets.read(run)["held_out"])
+    assert report["prompt_sets"][0]["identity"] == prompt_sets.prompts_fingerprint(
+        prompt_sets.read_prompt_sets(run)["held_out"]
+    )
 
 
 def test_what_the_budget_cut_short_is_pending_and_said(tmp_path, drafter):
@@ -220,7 +226,7 @@ def test_what_the_budget_cut_short_is_pending_and_said(tmp_path, drafter):
     first, second = units(run)
     store(run, first, fake_result())
     store(run, second, fake_result(skipped=4))
-    assert acceptance.plan(the_stage(run))["pending"] == 1
+    assert acceptance.dry_run(the_stage(run))["pending"] == 1
     with pytest.raises(ConfigError, match="servers.evaluate.kind"):
         acceptance.run(the_stage(run))
 
@@ -232,13 +238,13 @@ def test_a_budget_that_allows_nothing_is_resumable_and_not_a_success(tmp_path, d
 
 
 def test_a_server_that_refuses_everything_or_counts_nothing_is_not_measured():
-    unit = comparison.Unit("run", "s", 8, 3, 0.0, "key")
+    unit = comparison.Measurement("run", "s", 8, 3, 0.0, "key")
     silent = Decoded([], Counters(), 1.0, {"c": "400: min_p"}, 0)
     with pytest.raises(ConfigError, match="refuses every prompt of s: 400: min_p"):
-        acceptance.check_decoded(unit, silent)
+        acceptance.check_result(unit, silent)
     uncounted = Decoded([Reply("c", [1], [1], "stop", 1.0, 0.1, False)], Counters(), 1.0, {}, 0)
     with pytest.raises(ConfigError, match="disable-log-stats"):
-        acceptance.check_decoded(unit, uncounted)
+        acceptance.check_result(unit, uncounted)
 
 
 def test_a_broken_result_is_named(tmp_path, drafter):
@@ -261,12 +267,12 @@ def random_norm(tensors):
 def test_only_what_stage_05_exported_is_measured_as_the_run(tmp_path, drafter, change):
     """Seam F6: whatever lay in 05_export/model was served, under the run's name."""
     run = make_run(tmp_path, drafter)
-    assert acceptance.find_drafters(run)["run"] == export.folder(run)
-    weights = export.folder(run) / eagle3_folder.WEIGHTS
-    save_file(change(eagle3_folder.read(export.folder(run))[0]), weights)
+    assert acceptance.find_drafters(run)["run"] == export.drafter_folder(run)
+    weights = export.drafter_folder(run) / eagle3_folder.WEIGHTS
+    save_file(change(eagle3_folder.read_drafter(export.drafter_folder(run))[0]), weights)
     with pytest.raises(ContractError, match="is not the drafter that stage 05 exported.*05_export_checkpoint.py"):
         acceptance.find_drafters(run)
-    assert "stage 05 exported" in acceptance.plan(the_stage(run))["findings"][0]
+    assert "stage 05 exported" in acceptance.dry_run(the_stage(run))["findings"][0]
 
 
 def test_what_training_expected_lies_beside_what_was_served(tmp_path, drafter):
@@ -280,7 +286,7 @@ def test_what_training_expected_lies_beside_what_was_served(tmp_path, drafter):
     report = json.loads((run.stage_dir("06_acceptance") / "acceptance.json").read_text())
     assert report["expected"] == {"run": 1.3, "warm_start": 1.1}
     other = run.model_copy(update={"train": run.train.model_copy(update={"ttt_steps": 2})})
-    assert acceptance.expected(other) == {}  # a length of other drafts
+    assert acceptance.expected_lengths(other) == {}  # a length of other drafts
 
 
 def test_drafters_of_one_folder_name_have_logs_of_their_own():
@@ -292,7 +298,7 @@ def test_drafters_of_one_folder_name_have_logs_of_their_own():
 
 def test_a_dry_run_says_what_is_missing(tmp_path, drafter):
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "run.name=new"])
-    plan = acceptance.plan(the_stage(run))
+    plan = acceptance.dry_run(the_stage(run))
     assert plan["pending"] == 2
     assert "no held-out prompts" in plan["findings"][0]
 
@@ -317,16 +323,16 @@ def script(name: str, run: config.Config, tmp_path: Path, *arguments: str) -> tu
 def test_a_warm_start_passes_the_door_once_for_all_runs(tmp_path, drafter, monkeypatch):
     """X02, X09: its number on this target is kept; other weights, or another engine's arguments, pass it anew."""
     run = make_run(tmp_path, drafter, "run.name=before", "train.draft_vocab_size=null")
-    shutil.rmtree(export.folder(run))
+    shutil.rmtree(export.drafter_folder(run))
     decoded = Decoded.from_record(fake_result())
     monkeypatch.setattr(acceptance.roles, "serving", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(acceptance, "decode", lambda *_: decoded)
+    monkeypatch.setattr(acceptance, "decode_prompts", lambda *_: decoded)
 
     def pending(*overrides: str) -> int:
-        return acceptance.plan_smoke(the_stage(make_run(tmp_path, drafter, *overrides), "05_export"))["pending"]
+        return acceptance.dry_run_smoke(the_stage(make_run(tmp_path, drafter, *overrides), "05_export"))["pending"]
 
     assert pending() == 1
-    assert acceptance.smoke(the_stage(run, "05_export"))["smoke"] == {"warm_start": 2.0}
+    assert acceptance.smoke_test(the_stage(run, "05_export"))["smoke"] == {"warm_start": 2.0}
     assert json.loads((tmp_path / smoke_record.NAME).read_text()).popitem()[1]["length"] == 2.0
     assert smoke_record.find(run).length == 2.0
     assert pending() == pending("run.name=another") == 0
@@ -358,7 +364,7 @@ def test_an_a_a_comparison_served_by_vllm(tmp_path, model):
     assert none["output_tokens"] > 0
     greedy = {row["drafter"]: row for row in report["greedy_agreement"]}
     assert greedy["run"]["equal_tokens"] > 0.5  # the same model, up to what batching does to sums
-    assert f"{ours['acceptance_length']:.3f}" in (export.folder(run) / "README.md").read_text()
+    assert f"{ours['acceptance_length']:.3f}" in (export.drafter_folder(run) / "README.md").read_text()
 
     again, summary, talk = script("06_measure_acceptance.py", run, tmp_path)
     assert (again, summary["out"]) == (0, 3)

@@ -54,7 +54,7 @@ def run(tmp_path, model, reference) -> config.Config:
 
 def masters(folder: Path) -> dict[str, torch.Tensor]:
     """A folder's tensors as a training checkpoint holds them."""
-    tensors, _config = eagle3_folder.read(folder)
+    tensors, _config = eagle3_folder.read_drafter(folder)
     return {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
@@ -64,7 +64,7 @@ def save_step(run: config.Config, weights: dict[str, torch.Tensor], step: int = 
     path = checkpoint.step_path(folder, step)
     settings = eagle3_folder.read_config(run.train.warm_start)
     state = {"expected_acceptance": acceptance, "step": checkpoint.step_number(path)}
-    checkpoint.save(path, weights, settings, {"moment": torch.zeros(1)}, state | {"validated": state["step"]})
+    checkpoint.save_step(path, weights, settings, {"moment": torch.zeros(1)}, state | {"validated": state["step"]})
     files.write_json(folder / "manifest.json", {"question": {}, "facts": {}})
     return path
 
@@ -77,27 +77,27 @@ def a_row(tokens: int = 40) -> states.States:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, VOCAB, (tokens,), generator=generator)
     hidden = torch.randn(tokens, 4, HIDDEN, generator=generator).bfloat16()
-    facts = states.metadata("ab" * 16, "tiny", LAYER_IDS, "bf16")
+    facts = states.file_metadata("ab" * 16, "tiny", LAYER_IDS, "bf16")
     return states.States(ids, hidden[:, :-1], hidden[:, -1], facts)
 
 
 def test_a_warm_start_exported_untrained_is_the_reference(run, reference):
     """X01: round trip through the trainer's own model, tensor by tensor, dtype by dtype."""
     verifier = read_verifier(run.target.model)
-    drafter = draft_model.build(*eagle3_folder.read(reference), verifier, run.target)
+    drafter = draft_model.build_drafter(*eagle3_folder.read_drafter(reference), verifier, run.target)
     save_step(run, draft_model.native_weights(drafter, keep_embedding=False))
     export_run(run)
     exported, original = (
-        load_file(export.folder(run) / eagle3_folder.WEIGHTS),
+        load_file(export.drafter_folder(run) / eagle3_folder.WEIGHTS),
         load_file(reference / eagle3_folder.WEIGHTS),
     )
     assert exported.keys() == original.keys()
     for name, tensor in original.items():
         assert exported[name].dtype == tensor.dtype, name
         assert torch.equal(exported[name], tensor), name
-    ours, theirs = eagle3_folder.read_config(export.folder(run)), eagle3_folder.read_config(reference)
-    assert {key: ours[key] for key in theirs if key not in export.OURS} == {
-        key: value for key, value in theirs.items() if key not in export.OURS
+    ours, theirs = eagle3_folder.read_config(export.drafter_folder(run)), eagle3_folder.read_config(reference)
+    assert {key: ours[key] for key in theirs if key not in export.EXPORT_KEYS} == {
+        key: value for key, value in theirs.items() if key not in export.EXPORT_KEYS
     }
 
 
@@ -113,14 +113,14 @@ def test_an_embedding_is_kept_as_the_reference_has_it(target, model, reference, 
     )
     (with_embedding / eagle3_folder.CONFIG).write_text(json.dumps(settings))
 
-    export.write(
+    export.write_drafter(
         tmp_path / "kept", weights | {eagle3_folder.EMBEDDING: embedding.float()}, settings, target, with_embedding
     )
     assert torch.equal(load_file(tmp_path / "kept" / eagle3_folder.WEIGHTS)[eagle3_folder.EMBEDDING], embedding)
     with pytest.raises(ContractError, match="embed_tokens.weight is missing"):
-        export.write(tmp_path / "lost", weights, settings, target, with_embedding)
+        export.write_drafter(tmp_path / "lost", weights, settings, target, with_embedding)
     with pytest.raises(ContractError, match="embed_tokens.weight does not belong"):
-        export.write(
+        export.write_drafter(
             tmp_path / "extra", weights | {eagle3_folder.EMBEDDING: embedding.float()}, settings, target, reference
         )
     assert {path.name for path in tmp_path.iterdir()} == {"reference", "kept"}
@@ -139,14 +139,14 @@ def test_a_faulty_checkpoint_is_refused_by_name_and_leaves_nothing(target, refer
     elif fault == "nan":
         weights[name] = tensor.float() * float("nan")
     with pytest.raises(ContractError, match=f"^{name} (is|has)"):
-        export.write(tmp_path / "out", weights, settings, target, reference)
+        export.write_drafter(tmp_path / "out", weights, settings, target, reference)
     assert not list(tmp_path.iterdir())
 
 
 def test_every_tensor_that_is_not_the_checkpoints_is_named(target, reference, tmp_path):
     """X01: after reopening, a permuted tensor of the right shape is found by its values."""
     weights, settings = masters(reference), eagle3_folder.read_config(reference)
-    export.write(tmp_path / "out", weights, settings, target, reference)
+    export.write_drafter(tmp_path / "out", weights, settings, target, reference)
     written = load_file(tmp_path / "out" / eagle3_folder.WEIGHTS)
     for name, tensor in written.items():
         if tensor.ndim < 2:
@@ -166,7 +166,7 @@ def test_a_config_that_drifted_from_the_reference_is_refused(target, reference, 
     if key == "rope_theta":
         del settings["rope_parameters"]
     with pytest.raises(ContractError, match="rope" if key == "rope_theta" else key):
-        export.write(tmp_path / "out", weights, settings, target, reference)
+        export.write_drafter(tmp_path / "out", weights, settings, target, reference)
 
 
 def test_what_the_reference_leaves_out_is_not_dropped_in_silence(target, reference, tmp_path):
@@ -203,10 +203,10 @@ def test_an_exports_config_says_the_dtype_of_its_tensors(target, reference, tmp_
     shutil.copytree(reference, other)
     settings = {k: v for k, v in eagle3_folder.read_config(reference).items() if k not in ("dtype", "torch_dtype")}
     (other / eagle3_folder.CONFIG).write_text(json.dumps(settings | ({"torch_dtype": claimed} if claimed else {})))
-    export.write(tmp_path / "out", masters(reference), eagle3_folder.read_config(reference), target, other)
+    export.write_drafter(tmp_path / "out", masters(reference), eagle3_folder.read_config(reference), target, other)
     exported = eagle3_folder.read_config(tmp_path / "out")
     assert exported["dtype"] == exported["torch_dtype"] == "bfloat16"
-    assert eagle3_folder.read(tmp_path / "out")[0]["fc.weight"].dtype == torch.bfloat16
+    assert eagle3_folder.read_drafter(tmp_path / "out")[0]["fc.weight"].dtype == torch.bfloat16
 
 
 def test_an_export_has_a_head_of_its_own_whatever_its_reference_says(target, reference, tmp_path):
@@ -215,7 +215,7 @@ def test_an_export_has_a_head_of_its_own_whatever_its_reference_says(target, ref
     shutil.copytree(reference, other)
     settings = eagle3_folder.read_config(reference) | {"tie_word_embeddings": True}
     (other / eagle3_folder.CONFIG).write_text(json.dumps(settings))
-    export.write(tmp_path / "out", masters(reference), settings, target, other)
+    export.write_drafter(tmp_path / "out", masters(reference), settings, target, other)
     assert eagle3_folder.read_config(tmp_path / "out")["tie_word_embeddings"] is False
 
 
@@ -255,12 +255,12 @@ def test_scaled_rope_survives_both_spellings():
 def test_the_export_drafts_what_the_trainer_trained(target, reference, tmp_path):
     """X01: logits of the exported folder, computed from the serving side, against the training model's own."""
     weights, settings, row = masters(reference), eagle3_folder.read_config(reference), a_row()
-    export.write(tmp_path / "out", weights, settings, target, reference, [row])
+    export.write_drafter(tmp_path / "out", weights, settings, target, reference, [row])
     verifier = read_verifier(target.model)
-    exported, exported_settings = eagle3_folder.read(tmp_path / "out")
+    exported, exported_settings = eagle3_folder.read_drafter(tmp_path / "out")
     served = export.logits(exported, exported_settings, verifier.embed, row)
 
-    drafter = draft_model.build(weights, settings, verifier, target)
+    drafter = draft_model.build_drafter(weights, settings, verifier, target)
     drafter.prepare(verifier, torch.float32, steps=1)
     slots = len(row.token_ids) - 1
     bounds = torch.tensor([0, slots], dtype=torch.int32)
@@ -286,7 +286,7 @@ def test_the_export_drafts_what_the_trainer_trained(target, reference, tmp_path)
 def test_other_logits_after_reopening_are_refused(target, reference, tmp_path):
     """X01"""
     weights, settings = masters(reference), eagle3_folder.read_config(reference)
-    export.write(tmp_path / "out", weights, settings, target, reference)
+    export.write_drafter(tmp_path / "out", weights, settings, target, reference)
     drifted = eagle3_folder.read_config(tmp_path / "out") | {"rms_norm_eps": 1e-2}
     (tmp_path / "out" / eagle3_folder.CONFIG).write_text(json.dumps(drifted))
     written = load_file(tmp_path / "out" / eagle3_folder.WEIGHTS)
@@ -302,7 +302,7 @@ def test_the_best_complete_step_is_exported_and_only_once(run, reference, caplog
     save_step(run, masters(reference), step=3, acceptance=1.4)
     summary = export_run(run)
     assert summary["facts"]["step"] == "step-00000002"
-    weights = export.folder(run) / eagle3_folder.WEIGHTS
+    weights = export.drafter_folder(run) / eagle3_folder.WEIGHTS
     stamp = weights.stat().st_mtime_ns
     assert weights.stat().st_mode & 0o777 == 0o644
     export_run(run)
@@ -318,14 +318,14 @@ def test_the_best_complete_step_is_exported_and_only_once(run, reference, caplog
 def test_a_damaged_export_is_made_again(run, reference):
     save_step(run, masters(reference))
     export_run(run)
-    weights = export.folder(run) / eagle3_folder.WEIGHTS
+    weights = export.drafter_folder(run) / eagle3_folder.WEIGHTS
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-4] + b"\0\0\0\1")
     export_run(run)
     assert weights.read_bytes() == whole
-    (export.folder(run) / eagle3_folder.CONFIG).unlink()
+    (export.drafter_folder(run) / eagle3_folder.CONFIG).unlink()
     export_run(run)
-    assert eagle3_folder.read_config(export.folder(run))["draft_vocab_size"]
+    assert eagle3_folder.read_config(export.drafter_folder(run))["draft_vocab_size"]
 
 
 @pytest.mark.parametrize("missing", checkpoint.FILES)

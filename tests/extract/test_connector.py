@@ -63,7 +63,7 @@ def test_a_file_holds_the_states_of_its_prompt_in_order(tmp_path, old, tokens):
     assert read.token_ids.tolist() == ids
     assert read.layer_ids == list(LAYERS) and read.metadata["row_id"] == "ab" * 16
     assert part.stat().st_size == states.file_bytes(
-        tokens, HIDDEN, states.metadata("ab" * 16, "tiny", LAYERS, "bf16")
+        tokens, HIDDEN, states.file_metadata("ab" * 16, "tiny", LAYERS, "bf16")
     )
     umask = os.umask(0)
     os.umask(umask)
@@ -118,7 +118,7 @@ def test_the_compact_format_halves_the_auxiliary_layers_and_keeps_the_teacher(tm
     assert torch.equal(read.final, hidden[:, -1])
     error = (read.aux.float() - hidden[:, :-1].float()).norm(dim=-1) / hidden[:, :-1].float().norm(dim=-1)
     assert 0 < error.max() < 0.04
-    facts = states.metadata("a", "tiny", LAYERS, "fp8")
+    facts = states.file_metadata("a", "tiny", LAYERS, "fp8")
     assert (tmp_path / "a.1.part").stat().st_size == states.file_bytes(100, HIDDEN, facts)
 
 
@@ -220,8 +220,8 @@ def test_a_failed_write_reaches_the_client(tmp_path, monkeypatch, number, reason
         path.write_bytes(b"half")
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("drafter.extract.writer.start", connector_rig.in_a_thread)
-    monkeypatch.setattr(state_file, "write", fail)
+    monkeypatch.setattr("drafter.extract.writer.start_writer", connector_rig.in_a_thread)
+    monkeypatch.setattr(state_file, "write_arrays", fail)
     rig = Rig(tmp_path, LAYERS, HIDDEN)
     ids, hidden = row(40)
     rig.finish(ids, params({tmp_path / "a.1.part": ids}, LAYERS), rig.fill(hidden))
@@ -236,8 +236,8 @@ def test_a_log_on_the_full_disk_keeps_neither_the_report_nor_the_queue(tmp_path,
     def fail(path, arrays, facts):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("drafter.extract.writer.start", connector_rig.in_a_thread)
-    monkeypatch.setattr(state_file, "write", fail)
+    monkeypatch.setattr("drafter.extract.writer.start_writer", connector_rig.in_a_thread)
+    monkeypatch.setattr(state_file, "write_arrays", fail)
     ids, hidden = row(40)
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))

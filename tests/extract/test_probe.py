@@ -102,9 +102,9 @@ def test_neighbouring_layers_give_away_permuted_slots(tmp_path):
     steps[:, [1, 3, 5]] *= 0.1  # a layer adds little to its input, many layers add much
     layers = steps.cumsum(dim=1).bfloat16()
     for name, hidden, right in (("right", layers, True), ("wrong", layers[:, [2, 1, 0, 3, 4, 5, 6]], False)):
-        facts = states.metadata("a" * 32, "big", (2, 3, 30, 31, 58, 59, 61), "bf16")
+        facts = states.file_metadata("a" * 32, "big", (2, 3, 30, 31, 58, 59, 61), "bf16")
         tensors = {"token_ids": torch.arange(30), "hidden_states": hidden.contiguous()}
-        states.write(tmp_path / name, tensors, facts)
+        states.write_states(tmp_path / name, tensors, facts)
         if right:
             probe.check_neighbours(tmp_path / name, (2, 30, 58))
         else:

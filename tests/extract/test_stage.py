@@ -22,24 +22,12 @@ import yaml
 
 pytest.importorskip("vllm")
 
-from drafter import config, contracts, stage
-from drafter import files as artifacts
+from drafter import config, contracts, files, stage
 from drafter.errors import ContractError
-from drafter.extract import (
-    loop as extraction,
-)
-from drafter.extract import (
-    probe,
-    state_file,
-    states,
-    worklist,
-)
-from drafter.extract import (
-    request as capture,
-)
-from drafter.extract import (
-    stage as extract,
-)
+from drafter.extract import loop as extraction
+from drafter.extract import probe, state_file, states, worklist
+from drafter.extract import request as capture
+from drafter.extract import stage as extract
 from tests import tiny_models
 from tests.conftest import free_port
 from tests.connector_rig import in_a_thread
@@ -124,7 +112,7 @@ class Run:
         return {path.name: path.read_bytes() for path in self.folder.glob("??/*")}
 
     def index(self) -> list[dict]:
-        return list(artifacts.read_jsonl(self.folder / "index.jsonl"))
+        return list(files.read_jsonl(self.folder / "index.jsonl"))
 
     def assert_exactly_the_rows(self) -> None:
         assert [entry["row_id"] for entry in self.index()] == [row.row_id for row in self.rows]
@@ -140,7 +128,7 @@ def run(tmp_path, tiny):
 
 @pytest.fixture
 def writer_in_a_thread(monkeypatch):
-    monkeypatch.setattr("drafter.extract.writer.start", in_a_thread)
+    monkeypatch.setattr("drafter.extract.writer.start_writer", in_a_thread)
 
 
 @pytest.fixture
@@ -164,7 +152,7 @@ def test_every_row_gets_the_states_the_target_had(run, engine, capsys, tiny, tmp
     for row in run.rows:
         read = states.read_states(run.folder / contracts.states_path(row.row_id))
         assert read.token_ids.tolist() == row.input_ids and read.layer_ids == list(LAYERS)
-        assert read.metadata["target"] == artifacts.fingerprint_path(tiny)
+        assert read.metadata["target"] == files.fingerprint_path(tiny)
         _logits, expected = engine._forward(row.input_ids)
         assert torch.equal(read.final, expected[:, -1])
         assert torch.equal(read.aux, expected[:, :-1]) or dtype == "fp8"
@@ -326,7 +314,7 @@ def test_rows_are_cut_at_the_end_and_only_cut_rows_are_redone_when_the_limit_gro
         code, summary = run.extract(capsys, engine.port)
         assert code == 0
         assert summary["rejected"] == {"bad_token_ids": 1, "no_supervised_tokens": 1, "too_short": 1}
-        reasons = {one["row_id"][0]: one["reason"] for one in artifacts.read_jsonl(run.folder / "rejected.jsonl")}
+        reasons = {one["row_id"][0]: one["reason"] for one in files.read_jsonl(run.folder / "rejected.jsonl")}
         assert reasons == {"b": "bad_token_ids", "c": "no_supervised_tokens", "d": "too_short"}
         first, second = run.index()
         assert (first["tokens"], first["row_tokens"], first["supervised"]) == (64, 100, [[5, 64]])
@@ -519,8 +507,8 @@ def test_a_reply_that_lies_about_its_form_is_one_line(run, engine, capsys, monke
 
 def test_a_late_file_is_waited_for(run, writer_in_a_thread, engine, capsys, monkeypatch):
     """H08"""
-    write = state_file.write
-    monkeypatch.setattr(state_file, "write", lambda *args: (time.sleep(0.3), write(*args))[1])
+    write = state_file.write_arrays
+    monkeypatch.setattr(state_file, "write_arrays", lambda *args: (time.sleep(0.3), write(*args))[1])
     assert run.extract(capsys, engine.port)[0] == 0
     run.assert_exactly_the_rows()
 
@@ -561,7 +549,7 @@ def test_rows_that_are_not_there_yet_are_no_finished_extraction(run, engine, cap
 
 
 def test_two_clients_on_one_folder_are_one_too_many(run, engine, capsys):
-    with worklist.locked(run.folder, worklist.Share()):
+    with worklist.locked_share(run.folder, worklist.Share()):
         for share in ("1/1", "1/2"):
             code, summary = run.extract(capsys, engine.port, "--shard", share)
             assert code == 2 and "another process" in summary["error"]
@@ -634,7 +622,7 @@ def test_an_index_of_other_rows_is_merged_again_also_when_nothing_is_to_be_extra
         assert run.files() == extracted
     manifest = json.loads((run.folder / "manifest.json").read_text())
     del manifest["facts"]["row_set"]  # of an earlier version
-    artifacts.write_json(run.folder / "manifest.json", manifest)
+    files.write_json(run.folder / "manifest.json", manifest)
     run.write(rows[:4])
     assert "stale" not in run.extract(capsys, 1, "--dry-run")[1]
 
@@ -684,7 +672,7 @@ def test_a_shorter_length_fits_a_disk_that_the_longer_states_fill(tmp_path, tiny
     run = cut_run(tmp_path, tiny)
     with Engine(tiny, run.folder) as engine:
         assert run.extract(capsys, engine.port)[0] == 0
-        monkeypatch.setattr(artifacts, "free_bytes", lambda _folder: 10_000)
+        monkeypatch.setattr(files, "free_bytes", lambda _folder: 10_000)
         assert run.extract(capsys, engine.port, "--set", "target.max_seq_len=40", "--redo")[0] == 0
     run.assert_exactly_the_rows()
 
@@ -731,8 +719,8 @@ def test_a_file_of_equal_size_that_another_host_listed_for_other_ids_is_not_take
     other = entry | {"digest": states.ids_digest(changed.input_ids)}
     (run.folder / ".journal/9of9.jsonl").write_text(json.dumps(other) + "\n")
     items, _rejected = worklist.read_items(run.config)
-    assert row.row_id not in worklist.present(run.folder, items)
-    assert len(worklist.present(run.folder, items)) == 11
+    assert row.row_id not in worklist.extracted_rows(run.folder, items)
+    assert len(worklist.extracted_rows(run.folder, items)) == 11
 
 
 def test_a_part_that_another_host_renames_meanwhile_is_no_error(run, engine, capsys, monkeypatch):
@@ -751,7 +739,7 @@ def test_a_part_that_another_host_renames_meanwhile_is_no_error(run, engine, cap
         (run.folder / run.rows[0].row_id[:2] / name).write_bytes(b"")
     monkeypatch.setattr(worklist, "_files", renamed_meanwhile)
     items, _rejected = worklist.read_items(run.config)
-    assert len(worklist.present(run.folder, items)) == 12 and len(gone) == 2
+    assert len(worklist.extracted_rows(run.folder, items)) == 12 and len(gone) == 2
 
 
 def test_a_slower_host_never_writes_an_older_index(run, engine, capsys, monkeypatch):
@@ -767,7 +755,7 @@ def test_a_slower_host_never_writes_an_older_index(run, engine, capsys, monkeypa
             path = contracts.states_path(item.row_id)
             (run.folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(finished / path, run.folder / path)
-        assert worklist.adopt(run.config, run.folder, own, share) == []
+        assert worklist.adopt_files(run.config, run.folder, own, share) == []
         extract.settle(stage.Stage("02_hidden_states", run.config, None), items, rejected, share)
 
     def ended():
@@ -776,7 +764,7 @@ def test_a_slower_host_never_writes_an_older_index(run, engine, capsys, monkeypa
 
     over = threading.Event()  # the second host has ended, or waits for the first
     host_2 = threading.Thread(target=ended)
-    present, sleep = worklist.present, time.sleep
+    present, sleep = worklist.extracted_rows, time.sleep
 
     def slowly(folder, asked):
         found = present(folder, asked)
@@ -790,7 +778,7 @@ def test_a_slower_host_never_writes_an_older_index(run, engine, capsys, monkeypa
             over.set()
         sleep(seconds)
 
-    monkeypatch.setattr(worklist, "present", slowly)
+    monkeypatch.setattr(worklist, "extracted_rows", slowly)
     monkeypatch.setattr(time, "sleep", waits)
     end(worklist.Share(1, 2))
     host_2.join(60)
@@ -812,7 +800,7 @@ def test_a_row_that_the_shards_repeat_is_extracted_once_and_counted(run, engine,
     code, summary = run.extract(capsys, engine.port)
     assert (code, summary["status"], summary["out"]) == (0, "complete", 12)
     assert summary["rejected"] == {"duplicate": 2} and summary["in"] == 14
-    told = list(artifacts.read_jsonl(run.folder / "rejected.jsonl"))
+    told = list(files.read_jsonl(run.folder / "rejected.jsonl"))
     assert {one["row_id"] for one in told} == {run.rows[2].row_id, run.rows[5].row_id}
     assert all("shard-00001.jsonl repeats the row; the one in shard-00000.jsonl is used" in o["detail"] for o in told)
     assert states.read_header(run.folder / contracts.states_path(run.rows[5].row_id)).token_ids.tolist() == (
@@ -849,16 +837,16 @@ def test_the_plan_is_exact_and_says_what_would_fit(run, engine, capsys, monkeypa
     for path in run.folder.glob("??/*"):
         path.unlink()
     room = planned["bytes"] // 2
-    monkeypatch.setattr(artifacts, "free_bytes", lambda _folder: room + 10**9)
+    monkeypatch.setattr(files, "free_bytes", lambda _folder: room + 10**9)
     code, summary = run.extract(capsys, engine.port, "--set", "extract.reserve_gb=1")
     assert code == 2 and run.files() == {}
-    for part in (f"take {artifacts.size(planned['bytes'])}", "--limit", "target.max_seq_len", "extract.reserve_gb"):
+    for part in (f"take {files.size(planned['bytes'])}", "--limit", "target.max_seq_len", "extract.reserve_gb"):
         assert part in summary["error"]
     items, _ = worklist.read_items(run.config)
     advised = int(summary["error"].partition("target.max_seq_len ")[2].split(";")[0])
 
     def need(length):
-        sizes = (worklist.bytes_of(run.config, item, min(item.tokens, length), "bf16") for item in items)
+        sizes = (worklist.file_bytes(run.config, item, min(item.tokens, length), "bf16") for item in items)
         return sum(sizes)
 
     assert need(advised) <= room < need(advised + 1)
@@ -867,7 +855,7 @@ def test_the_plan_is_exact_and_says_what_would_fit(run, engine, capsys, monkeypa
 def test_the_reserve_stops_a_run_cleanly_and_it_goes_on_later(run, engine, capsys, monkeypatch):
     """H15"""
     free = iter([10**12, 10**12])
-    monkeypatch.setattr(artifacts, "free_bytes", lambda _folder: next(free, 10**8))
+    monkeypatch.setattr(files, "free_bytes", lambda _folder: next(free, 10**8))
     engine.plan = lambda _body: time.sleep(0.4)
     code, summary = run.extract(
         capsys, engine.port, "--set", "extract.reserve_gb=1", "--set", "extract.concurrency=1",
@@ -885,7 +873,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(
     place, run, writer_in_a_thread, engine, capsys, monkeypatch
 ):
     """H15"""
-    write = state_file.write
+    write = state_file.write_arrays
 
     def full(path, arrays, facts):
         if facts["row_id"] == run.rows[place].row_id:
@@ -893,11 +881,11 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_nothing_half(
             raise OSError(28, "No space left on device")
         return write(path, arrays, facts)
 
-    monkeypatch.setattr(state_file, "write", full)
+    monkeypatch.setattr(state_file, "write_arrays", full)
     code, summary = run.extract(capsys, engine.port)
     assert code == 3 and "no space left" in summary["error"]
     assert all(name.endswith((".safetensors", ".error")) for name in run.files())
-    monkeypatch.setattr(state_file, "write", write)
+    monkeypatch.setattr(state_file, "write_arrays", write)
     assert run.extract(capsys, engine.port)[0] == 0
     run.assert_exactly_the_rows()
 
@@ -931,14 +919,14 @@ def test_a_server_that_dies_before_the_first_files_is_gone_not_wrong(run, engine
 
 def test_a_journal_that_cannot_be_written_stops_the_run_with_one_line(run, engine, capsys, monkeypatch, caplog):
     """H15: nobody waited for the task that writes it, so the run went on and left a traceback."""
-    journal, calls = artifacts.Journal.append, itertools.count()
+    journal, calls = files.Journal.append, itertools.count()
 
     def append(self, record: dict) -> None:
         if next(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         journal(self, record)
 
-    monkeypatch.setattr(artifacts.Journal, "append", append)
+    monkeypatch.setattr(files.Journal, "append", append)
     engine.plan = lambda _body: time.sleep(0.4)
     code, summary = run.extract(
         capsys, engine.port, "--set", "extract.concurrency=1", "--set", "extract.tokens_per_request=1",

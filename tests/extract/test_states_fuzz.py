@@ -150,12 +150,12 @@ def test_a_damaged_journal_is_refused_by_name_or_counts_for_nothing(tmp_path):
     )  # fmt: skip
     whole = entry.to_record() | {"digest": item.digest}
     path.write_text(json.dumps(whole) + "\n")
-    assert list(worklist.present(tmp_path, [item])) == [item.row_id]
+    assert list(worklist.extracted_rows(tmp_path, [item])) == [item.row_id]
     refused = 0
     for content in lines_of(whole):
         path.write_bytes(content)
         try:
-            worklist.present(tmp_path, [item])
+            worklist.extracted_rows(tmp_path, [item])
         except ContractError as error:
             refused += 1
             one_line(error, str(path), "remove")

@@ -386,9 +386,9 @@ def test_spans_counts_and_think_end_of_a_row_must_agree(lab, change):
     """Seam F3, F10: spans shifted or over the whole row, think_end off by one."""
     lab.add_source(questions(1))
     target = lab.config.target
-    rows.check(contracts.Row(**ROW), target)
+    rows.check_row(contracts.Row(**ROW), target)
     with pytest.raises(RowError):
-        rows.check(contracts.Row(**(ROW | change)), target)
+        rows.check_row(contracts.Row(**(ROW | change)), target)
 
 
 def test_ids_that_end_an_answer_come_from_all_of_the_models_files(tmp_path):

@@ -82,7 +82,7 @@ def test_damaged_records_are_requests_or_named_rejections(tmp_path, turns, mode)
     strange = {"name": "s", "max_bad_share": 1.0, "mode": mode} | ({"turns": turns} if turns else {})
     names = [{"name": "good"}, strange]
     meta = materialise(run_config(tmp_path, *names), tmp_path / "out")
-    broken = prompts.unusable(prompts.read_rejections(tmp_path / "out"))
+    broken = prompts.unusable_conversations(prompts.read_rejections(tmp_path / "out"))
     assert 50 < len(broken) < 600 and meta["sources"]["s"]["conversations"] == 605
     for record in broken:
         assert record["detail"].startswith(f"{tmp_path}/s.jsonl line ") and len(record["detail"]) <= prompts.DETAIL
@@ -120,7 +120,7 @@ def test_damaged_files_are_read_or_refused_in_one_line(tmp_path, form):
         except StageError as error:
             assert isinstance(error, ConfigError)
             with contextlib.suppress(ConfigError):  # what the plan counts
-                sources.count(Source(name="s", path=path))
+                sources.count_records(Source(name="s", path=path))
             assert str(path) in str(error) and "\n" not in str(error) and len(str(error)) < 1500
             outcomes.add("refused")
     assert "refused" in outcomes

@@ -369,7 +369,7 @@ def test_a_line_that_is_not_json_is_rejected_with_file_line_and_reason(tmp_path)
     (broken,) = (r for r in prompts.read_rejections(tmp_path / "out") if r["reason"] == "bad_conversation")
     assert broken["source"] == "a"
     assert broken["detail"] == f"{tmp_path / 'a.jsonl'} line 5: not JSON: Expecting value at column 20"
-    assert sources.count(config_.prompts[0]) == 4
+    assert sources.count_records(config_.prompts[0]) == 4
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_a_conversation_that_cannot_be_used_is_rejected_with_its_place_and_reaso
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records[:3] + records[4:]), path)
     materialise(mix(tmp_path, {"name": "a", "path": str(path)}), tmp_path / "out")
-    broken = prompts.unusable(prompts.read_rejections(tmp_path / "out"))
+    broken = prompts.unusable_conversations(prompts.read_rejections(tmp_path / "out"))
     expected = [
         f"{path} line 4: has none of the columns messages, conversations, conversation, prompt, question, "
         "instruction, turns; it has text",

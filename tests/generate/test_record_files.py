@@ -69,8 +69,8 @@ def test_the_same_records_are_read_from_every_form_whatever_the_name(tmp_path, c
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
     assert read(path) == RECORDS
-    assert record_files.form(path) == form
-    assert sources.count(source(path)) == len(RECORDS)
+    assert record_files.file_form(path) == form
+    assert sources.count_records(source(path)) == len(RECORDS)
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 10_000])
@@ -79,7 +79,7 @@ def test_an_array_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypatch, siz
     monkeypatch.setattr(record_files, "CHUNK", size)
     values = [*RECORDS, 12345, "a\nb", None, [], {"a": [1, 2]}]
     (tmp_path / "a.json").write_text("\n\n [ " + " ,\n ".join(json.dumps(value) for value in values) + "\n] \n")
-    placed = list(record_files.read(tmp_path / "a.json"))
+    placed = list(record_files.read_records(tmp_path / "a.json"))
     assert [value for _, value in placed] == values
     assert [place for place, _ in placed[:2]] == [
         f"{tmp_path}/a.json item 1 (line 3)", f"{tmp_path}/a.json item 2 (line 4)"
@@ -119,12 +119,12 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(record_files, "LINE_BYTES", 100)
     for name, encoding in (("a.jsonl", "utf-8"), ("b.jsonl", "utf-16")):
         (tmp_path / name).write_bytes(("x" * 1000 + '\n{"a": 1}\n' + "y" * 250).encode(encoding))
-        placed = list(record_files.read(tmp_path / name))
+        placed = list(record_files.read_records(tmp_path / name))
         assert [place.rpartition(" ")[2] for place, _ in placed] == ["1", "2", "3"]
         assert [getattr(record, "why", record) for _, record in placed] == [
             "not JSON: longer than 0 MiB", {"a": 1}, "not JSON: longer than 0 MiB"
         ]  # fmt: skip
-        assert sources.count(source(tmp_path / name)) == 3
+        assert sources.count_records(source(tmp_path / name)) == 3
     (tmp_path / "c.json").write_text('[{"a": "' + "z" * 500_000 + '"}]')
     with pytest.raises(ConfigError, match="an item longer than"):
         read(tmp_path / "c.json")
@@ -134,7 +134,7 @@ def test_pipes_and_devices_are_refused_and_never_waited_for(tmp_path):
     """Seam B20: a named pipe blocked for ever, /dev/zero filled the memory."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path, kind in ((tmp_path / "pipe.jsonl", "a named pipe"), ("/dev/zero", "a device")):
-        for ask in (read, lambda path: sources.count(source(path))):
+        for ask in (read, lambda path: sources.count_records(source(path))):
             with pytest.raises(ConfigError, match=f"prompts: {path} is {kind}"):
                 ask(path)
 
@@ -154,8 +154,8 @@ def test_a_folder_of_json_lines_is_read_in_the_order_of_its_names(tmp_path):
     for other in ("README.md", ".a.jsonl.swp", "dataset_info.json"):
         (tmp_path / other).write_text("no data")
     assert read(tmp_path) == RECORDS
-    assert sources.count(source(tmp_path)) == 7
-    assert sources.describe(source(tmp_path)) == f"{tmp_path}, 2 files (JSON Lines, gzip)"
+    assert sources.count_records(source(tmp_path)) == 7
+    assert sources.source_text(source(tmp_path)) == f"{tmp_path}, 2 files (JSON Lines, gzip)"
 
 
 def test_a_download_from_the_hub_is_read_by_split(tmp_path):
@@ -167,7 +167,7 @@ def test_a_download_from_the_hub_is_read_by_split(tmp_path):
     (tmp_path / ".cache/huggingface/train.jsonl").write_text("{}")
     assert read(tmp_path) == RECORDS
     assert read(tmp_path, split="test_sft") == RECORDS[:1]
-    assert sources.describe(source(tmp_path)) == f"{tmp_path}, 2 of 3 files, split train (Parquet)"
+    assert sources.source_text(source(tmp_path)) == f"{tmp_path}, 2 of 3 files, split train (Parquet)"
     with pytest.raises(ConfigError, match="has no file of split validation, but of test_sft, train; set"):
         read(tmp_path, split="validation")
 
@@ -192,8 +192,8 @@ def test_a_folder_that_datasets_saved_is_read_with_its_splits(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     assert read(tmp_path / "one") == read(tmp_path / "two") == RECORDS
     assert read(tmp_path / "two", split="test") == RECORDS[:2]
-    assert [sources.count(source(tmp_path / name)) for name in ("one", "two")] == [7, 7]
-    assert sources.describe(source(tmp_path / "one")) == f"{tmp_path}/one (saved by `datasets`)"
+    assert [sources.count_records(source(tmp_path / name)) for name in ("one", "two")] == [7, 7]
+    assert sources.source_text(source(tmp_path / "one")) == f"{tmp_path}/one (saved by `datasets`)"
     with pytest.raises(ConfigError, match="has no split dev, but train, test"):
         read(tmp_path / "two", split="dev")
     assert sorted(tmp_path.rglob("*")) == before  # reading writes nothing

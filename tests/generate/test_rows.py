@@ -40,4 +40,4 @@ def test_a_rows_prompt_ends_and_its_reasoning_ends_where_the_targets_own_token_i
     target = config.load(config.ROOT / "configs/smollm2_cpu.yaml").target
     target = target.model_copy(update={"prompt_suffix": (60,), "think_end": 61})
     with pytest.raises(ContractError, match=said) if said else contextlib.nullcontext():
-        rows.check_tokens(think_row(**changes), target)
+        rows.check_positions(think_row(**changes), target)

@@ -1010,7 +1010,7 @@ def test_one_slow_row_holds_nothing_up(lab):
 
 
 def test_timeouts_follow_from_max_tokens_and_the_floor_rate(lab):
-    assert chat.timeout_of(lab_settings(max_tokens=8192, floor_tokens_per_second=2.0)) == 60 + 4096
+    assert chat.request_timeout(lab_settings(max_tokens=8192, floor_tokens_per_second=2.0)) == 60 + 4096
 
 
 def lab_settings(**changes) -> config.Generate:

@@ -226,9 +226,9 @@ def test_a_torn_file_is_a_contract_error(drafter, target):
 
 def test_identity_is_content(drafter, target):
     """The model card is no part of a drafter; one changed weight is another drafter."""
-    before = eagle3_folder.identity(drafter)
+    before = eagle3_folder.fingerprint(drafter)
     (drafter / "README.md").write_text("a card")
-    assert eagle3_folder.identity(drafter) == before
+    assert eagle3_folder.fingerprint(drafter) == before
     held = load_file(drafter / eagle3_folder.WEIGHTS)["fc.weight"]
     held[60, 200] += 1
     change(drafter, **{"fc.weight": held})

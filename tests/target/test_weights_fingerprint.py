@@ -78,10 +78,10 @@ def test_training_refuses_a_target_other_than_the_states_came_from(target, tmp_p
     run = config.load(path)
     place = run.stage_dir("02_hidden_states") / weights_fingerprint.RECORD
     for recording in (False, True):  # the target may have changed since these states were made
-        weights_fingerprint.check(run, recording=recording)
+        weights_fingerprint.check_same_weights(run, recording=recording)
         assert not place.exists()
     fresh = config.load(path, ["run.name=fresh"])
-    weights_fingerprint.check(fresh, recording=True)
+    weights_fingerprint.check_same_weights(fresh, recording=True)
     place.write_text((fresh.stage_dir("02_hidden_states") / weights_fingerprint.RECORD).read_text())
     noted = json.loads(place.read_text())
     assert captured.train(path)[0] == 0
@@ -93,7 +93,7 @@ def test_training_refuses_a_target_other_than_the_states_came_from(target, tmp_p
     code, summary = captured.train(path, "train.max_steps=2")
     assert code == 2 and "target.model: the weights in" in summary["error"] and "came from" in summary["error"]
     with pytest.raises(ConfigError, match="put the old weights back"):
-        weights_fingerprint.check(run, recording=True)
+        weights_fingerprint.check_same_weights(run, recording=True)
     assert json.loads(place.read_text()) == noted
 
 

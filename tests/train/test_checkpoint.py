@@ -21,7 +21,7 @@ MOMENTS = {"fc.weight.exp_avg": torch.randn(8, 8), "fc.weight.exp_avg_sq": torch
 def save(folder, step, acceptance=1.0, validated=None):
     path = checkpoint.step_path(folder, step)
     state = {"expected_acceptance": acceptance, "step": step, "validated": step if validated is None else validated}
-    checkpoint.save(path, WEIGHTS, {"hidden_size": 8}, MOMENTS, state)
+    checkpoint.save_step(path, WEIGHTS, {"hidden_size": 8}, MOMENTS, state)
     return path
 
 
@@ -43,7 +43,7 @@ def test_a_step_comes_back_bit_for_bit(tmp_path):
 
 def test_weights_are_read_as_masters(tmp_path):
     path = checkpoint.step_path(tmp_path, 1)
-    checkpoint.save(path, {"embed_tokens.weight": torch.ones(2, 2).bfloat16()}, {}, MOMENTS, {})
+    checkpoint.save_step(path, {"embed_tokens.weight": torch.ones(2, 2).bfloat16()}, {}, MOMENTS, {})
     assert checkpoint.read_draft(path)[0]["embed_tokens.weight"].dtype == torch.float32
 
 
@@ -61,7 +61,7 @@ def test_what_a_signal_saved_is_never_taken_for_the_validation_before_it(tmp_pat
     for step, acceptance, validated in ((10, 1.3, 10), (20, 1.5, 20), (25, 1.5, 20), (30, 1.4, 30)):
         save(tmp_path, step, acceptance, validated)
     assert checkpoint.best_step(tmp_path).name == "step-00000020"
-    checkpoint.prune(tmp_path, 1)
+    checkpoint.prune_steps(tmp_path, 1)
     assert names(checkpoint.complete_steps(tmp_path)) == ["step-00000020", "step-00000030"]
 
 
@@ -69,7 +69,7 @@ def test_a_state_of_an_earlier_version_was_validated_where_it_stands(tmp_path):
     """Its run goes on, and is exported, after the project was brought up to date in between."""
     for step, acceptance in ((10, 1.5), (20, 1.3)):
         state = {"expected_acceptance": acceptance, "step": step}
-        checkpoint.save(checkpoint.step_path(tmp_path, step), WEIGHTS, {}, MOMENTS, state)
+        checkpoint.save_step(checkpoint.step_path(tmp_path, step), WEIGHTS, {}, MOMENTS, state)
     assert checkpoint.best_step(tmp_path).name == "step-00000010"
     assert checkpoint.read_state(checkpoint.step_path(tmp_path, 20), "validated")["validated"] == 20
 
@@ -77,7 +77,7 @@ def test_a_state_of_an_earlier_version_was_validated_where_it_stands(tmp_path):
 def test_the_last_few_and_the_best_are_kept(tmp_path):
     for step, acceptance in ((10, 1.3), (20, 1.9), (30, 1.4), (40, 1.5), (50, 1.2)):
         save(tmp_path, step, acceptance)
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune_steps(tmp_path, 2)
     assert names(checkpoint.complete_steps(tmp_path)) == ["step-00000020", "step-00000040", "step-00000050"]
     assert not list(tmp_path.glob(f"*{files.PART}"))
 
@@ -169,7 +169,7 @@ def test_a_state_that_was_changed_is_found(tmp_path, change):
 
 def test_a_checkpoint_of_an_earlier_version_is_read_by_its_own_sums(tmp_path):
     """Seam L1: a night's training is not lost to an update; its sums find what they always found."""
-    path, tensors = save(tmp_path, 10), checkpoint_file.in_order(WEIGHTS)
+    path, tensors = save(tmp_path, 10), checkpoint_file.in_file_order(WEIGHTS)
     facts = {"format": "pt", "folder": path.name, "sums": checkpoint_file.additive_sums(WEIGHTS)}
     save_file(tensors, path / checkpoint.WEIGHTS, metadata=facts)
     assert checkpoint.read_draft(path)[0].keys() == WEIGHTS.keys()
@@ -208,7 +208,7 @@ def test_a_kill_while_saving_leaves_the_step_before_or_the_whole_new_one(tmp_pat
 
             return wrapped
 
-        checkpoint.checkpoint_file.write = counted(checkpoint.checkpoint_file.write)
+        checkpoint.checkpoint_file.write_tensors = counted(checkpoint.checkpoint_file.write_tensors)
         Path.write_text = counted(Path.write_text)
         os.fsync, os.replace = counted(os.fsync), counted(os.replace)
         save(tmp_path, 20)
@@ -230,7 +230,7 @@ def test_a_full_disk_leaves_the_step_before(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         large = {"fc.weight": torch.ones(100, 100)}
         try:
-            checkpoint.save(checkpoint.step_path(tmp_path, 20), large, {}, large, {})
+            checkpoint.save_step(checkpoint.step_path(tmp_path, 20), large, {}, large, {})
         except OSError:
             os._exit(9)
 

@@ -26,8 +26,8 @@ TENSORS = {
 def test_what_is_written_is_what_safetensors_reads(tmp_path, monkeypatch, piece):
     """T13: bit for bit, in pieces of any size, in tensors of odd lengths."""
     monkeypatch.setattr(checkpoint_file, "PIECE", piece)
-    tensors = checkpoint_file.in_order(TENSORS)
-    checkpoint_file.write(tmp_path / "x", tensors, iter(tensors.values()), {"folder": "step"})
+    tensors = checkpoint_file.in_file_order(TENSORS)
+    checkpoint_file.write_tensors(tmp_path / "x", tensors, iter(tensors.values()), {"folder": "step"})
     found = load_file(tmp_path / "x")
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -40,8 +40,8 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path, monkeypatch, piece)
 
 
 def test_each_tensor_is_aligned_to_its_numbers(tmp_path):
-    tensors = checkpoint_file.in_order(TENSORS)
-    checkpoint_file.write(tmp_path / "x", tensors, iter(tensors.values()), {})
+    tensors = checkpoint_file.in_file_order(TENSORS)
+    checkpoint_file.write_tensors(tmp_path / "x", tensors, iter(tensors.values()), {})
     data = (tmp_path / "x").read_bytes()
     length = int.from_bytes(data[:8], "little")
     assert (8 + length) % 8 == 0
@@ -78,11 +78,11 @@ def test_words_and_pages_that_are_exchanged_change_a_checksum(monkeypatch, piece
 
 def test_fewer_or_other_tensors_than_named_write_no_file_for_good(tmp_path):
     """Seam L7: a short file was written, and only its reader noticed."""
-    tensors = checkpoint_file.in_order(TENSORS)
+    tensors = checkpoint_file.in_file_order(TENSORS)
     with pytest.raises(ValueError, match="ids is missing|mask is missing"):
-        checkpoint_file.write(tmp_path / "x", tensors, iter(list(tensors.values())[:-1]), {})
+        checkpoint_file.write_tensors(tmp_path / "x", tensors, iter(list(tensors.values())[:-1]), {})
     with pytest.raises(ValueError, match="has another form"):
-        checkpoint_file.write(tmp_path / "x", tensors, iter(torch.zeros(2) for _ in tensors), {})
+        checkpoint_file.write_tensors(tmp_path / "x", tensors, iter(torch.zeros(2) for _ in tensors), {})
     rest = iter([*tensors.values(), torch.zeros(1)])
-    checkpoint_file.write(tmp_path / "x", tensors, rest, {})
+    checkpoint_file.write_tensors(tmp_path / "x", tensors, rest, {})
     assert len(list(rest)) == 1  # the next file's

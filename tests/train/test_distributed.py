@@ -24,7 +24,7 @@ def on_two(tmp_path, work) -> list:
     """What `work(ranks)` returns on each of two gloo ranks."""
 
     def joined() -> int:
-        with distributed.ranks() as ranks:
+        with distributed.joined_ranks() as ranks:
             (tmp_path / f"{ranks.rank}.json").write_text(json.dumps(work(ranks)))
         return 0
 
@@ -41,7 +41,7 @@ def test_every_rank_takes_the_same_kind_whatever_it_sees_alone(tmp_path, monkeyp
     """Seam M8: DDP on one rank and a trial with collectives on another waited for each other for ever."""
     monkeypatch.setattr(distributed.Ranks, "holds", lambda self, _state: bool(holds[self.rank]))
     monkeypatch.setattr(distributed.Ranks, "copies_directly", property(lambda self: bool(copies[self.rank])))
-    assert on_two(tmp_path, lambda ranks: distributed.choose("auto", model_of_two(), ranks)) == [expected] * 2
+    assert on_two(tmp_path, lambda ranks: distributed.parallel_kind("auto", model_of_two(), ranks)) == [expected] * 2
 
 
 @pytest.mark.timeout(60)
@@ -58,7 +58,7 @@ def test_what_a_decision_raises_ends_every_rank(tmp_path):
         raise ConfigError("other rows")
 
     def work():
-        with distributed.ranks() as own:
+        with distributed.joined_ranks() as own:
             try:
                 own.decide(broken)
             except (ConfigError, distributed.MainFailed) as failed:
@@ -76,16 +76,16 @@ def test_the_moments_of_rank_0_reach_every_rank(tmp_path, kind):
     def work(ranks) -> list:
         model = Scaled()
         distributed.wrap(model, kind, ranks, torch.bfloat16)
-        got = distributed.received(whole if ranks.main else None, model.matrix)
+        got = distributed.scatter(whole if ranks.main else None, model.matrix)
         assert type(got) is (torch.Tensor if kind == "ddp" else type(model.matrix.data))
-        return distributed.whole(got).tolist()
+        return distributed.gather(got).tolist()
 
     assert on_two(tmp_path, work) == [whole.tolist()] * 2
 
 
 def test_auto_is_ddp_where_there_is_nothing_to_choose():
     for asked, expected in {"auto": "ddp", "ddp": "ddp", "fsdp2": "fsdp2"}.items():
-        assert distributed.choose(asked, model_of_two(), distributed.Ranks()) == expected
+        assert distributed.parallel_kind(asked, model_of_two(), distributed.Ranks()) == expected
 
 
 class Scaled(torch.nn.Module):
@@ -107,13 +107,13 @@ def test_ranks_compute_in_bf16_what_one_computes(tmp_path, kind):
     inputs = torch.linspace(0, 1, 64).view(2, 4, 8)
 
     def work() -> int:
-        with distributed.ranks() as ranks:
+        with distributed.joined_ranks() as ranks:
             model = Scaled()
             wrapped = distributed.wrap(model, kind, ranks, torch.bfloat16)
             with torch.no_grad():
                 before = wrapped(inputs[0])
             (wrapped(inputs[ranks.rank]).square().sum() * ranks.world).backward()
-            gradients = {name: distributed.whole(p.grad) for name, p in model.named_parameters()}
+            gradients = {name: distributed.gather(p.grad) for name, p in model.named_parameters()}
             torch.save({"output": before, **gradients}, tmp_path / f"{ranks.rank}.pt")
         return 0
 
@@ -135,7 +135,7 @@ def test_a_full_disk_of_rank_0_ends_the_others_as_it_does():
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def work():
-        with distributed.ranks() as own:
+        with distributed.joined_ranks() as own:
             try:
                 own.on_main(full)
             except (OSError, distributed.MainFailed) as failed:

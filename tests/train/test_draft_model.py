@@ -38,16 +38,16 @@ def verifier(target):
 
 @pytest.fixture
 def drafter(target, warm_start, verifier):
-    model = draft_model.build(*eagle3_folder.read(warm_start), verifier, target)
+    model = draft_model.build_drafter(*eagle3_folder.read_drafter(warm_start), verifier, target)
     model.prepare(verifier, torch.float32, STEPS)
-    draft_model.trainable(model, GROUPS)
+    draft_model.freeze_all_but(model, GROUPS)
     return model
 
 
 def read(folder, *specs):
     """Examples and a function from examples to a pack."""
     entries = [captured.write_row(folder, i, tokens, spans) for i, (tokens, spans) in enumerate(specs)]
-    rows = examples.examples(entries, 64, STEPS, contracts.Counts(total=len(entries)))
+    rows = examples.learnable_rows(entries, 64, STEPS, contracts.Counts(total=len(entries)))
     return rows, examples.Reader(folder, *captured.FORM, STEPS, think_end=None, pin=False).read
 
 
@@ -133,7 +133,7 @@ def serve(weights, settings, verifier, row, anchor):
 
 def test_training_asks_what_serving_answers(drafter, warm_start, verifier, tmp_path):
     """Every step at every anchor of two packed rows, against an engine's cache written out slot by slot."""
-    weights, settings = eagle3_folder.read(warm_start)
+    weights, settings = eagle3_folder.read_drafter(warm_start)
     weights = {name: t.float() if t.is_floating_point() else t for name, t in weights.items()}
     rows, reader = read(tmp_path, (12, [[4, 12]]), (9, [[3, 9]]))
     pack = reader(rows)
@@ -332,7 +332,7 @@ def test_the_chunked_loss_is_the_plain_one(chunk_positions, monkeypatch):
 
 def test_a_warm_start_comes_through_unchanged(drafter, warm_start):
     """Every tensor of the published folder, bit for bit, as fp32 masters."""
-    weights, _ = eagle3_folder.read(warm_start)
+    weights, _ = eagle3_folder.read_drafter(warm_start)
     own = draft_model.native_weights(drafter, keep_embedding=False)
     assert own.keys() == weights.keys()
     for name, tensor in weights.items():
@@ -342,9 +342,9 @@ def test_a_warm_start_comes_through_unchanged(drafter, warm_start):
 
 def test_a_drafters_own_embedding_is_used_and_kept(target, warm_start, verifier):
     """X01"""
-    weights, settings = eagle3_folder.read(warm_start)
+    weights, settings = eagle3_folder.read_drafter(warm_start)
     embedding = torch.randn(captured.VOCAB, captured.HIDDEN)
-    model = draft_model.build(weights | {eagle3_folder.EMBEDDING: embedding}, settings, verifier, target)
+    model = draft_model.build_drafter(weights | {eagle3_folder.EMBEDDING: embedding}, settings, verifier, target)
     assert torch.equal(model.embed_tokens.weight, embedding)
     assert torch.equal(draft_model.native_weights(model, keep_embedding=True)[eagle3_folder.EMBEDDING], embedding)
 
@@ -354,28 +354,30 @@ def test_a_nested_target_gives_its_weights(tmp_path):
     target = Target(model=folder, served_name="kimi", layer_ids=captured.LAYER_IDS, max_seq_len=64)
     verifier = read_verifier(folder)
     warm = tiny_models.make_drafter(folder, tmp_path / "drafter")
-    model = draft_model.build(*eagle3_folder.read(warm), verifier, target)
+    model = draft_model.build_drafter(*eagle3_folder.read_drafter(warm), verifier, target)
     assert torch.equal(model.embed_tokens.weight, verifier.embed)
     assert torch.equal(model.verifier_lm_head.weight, verifier.head[model.t2d])
 
 
 def test_missing_and_unknown_tensors_are_named(target, warm_start, verifier):
     """X02"""
-    weights, settings = eagle3_folder.read(warm_start)
+    weights, settings = eagle3_folder.read_drafter(warm_start)
     with pytest.raises(ContractError, match=r"lm_head.weight"):
-        draft_model.build({n: t for n, t in weights.items() if n != "lm_head.weight"}, settings, verifier, target)
+        draft_model.build_drafter(
+            {n: t for n, t in weights.items() if n != "lm_head.weight"}, settings, verifier, target
+        )
     with pytest.raises(ContractError, match=r"midlayer|layers.0.extra"):
-        draft_model.build(weights | {"midlayer.extra.weight": torch.ones(1)}, settings, verifier, target)
+        draft_model.build_drafter(weights | {"midlayer.extra.weight": torch.ones(1)}, settings, verifier, target)
     with pytest.raises(ContractError, match="fc.weight"):
-        draft_model.build(weights | {"fc.weight": torch.ones(3, 3)}, settings, verifier, target)
+        draft_model.build_drafter(weights | {"fc.weight": torch.ones(3, 3)}, settings, verifier, target)
 
 
 @pytest.mark.parametrize("key", eagle3_folder.UNSUPPORTED)
 def test_forms_that_the_forward_pass_has_not_are_refused(target, warm_start, verifier, key):
     """T17"""
-    weights, settings = eagle3_folder.read(warm_start)
+    weights, settings = eagle3_folder.read_drafter(warm_start)
     with pytest.raises(ConfigError, match=key):
-        draft_model.build(weights, settings | {key: 2048}, verifier, target)
+        draft_model.build_drafter(weights, settings | {key: 2048}, verifier, target)
 
 
 @pytest.mark.parametrize(
@@ -388,9 +390,9 @@ def test_forms_that_the_forward_pass_has_not_are_refused(target, warm_start, ver
 )
 def test_positions_turn_by_the_angle_that_is_served(target, warm_start, verifier, rope):
     """However the config spells it; what contradicts itself is refused before a step, not after the last."""
-    weights, settings = eagle3_folder.read(warm_start)
+    weights, settings = eagle3_folder.read_drafter(warm_start)
     bare = {key: settings[key] for key in settings if not key.startswith("rope")}
-    angles = draft_model.build(weights, bare | rope, verifier, target).rotary_emb.inv_freq
+    angles = draft_model.build_drafter(weights, bare | rope, verifier, target).rotary_emb.inv_freq
     dim = settings["head_dim"]
     torch.testing.assert_close(angles, 5e4 ** (-torch.arange(0, dim, 2) / dim))
     wrong = [
@@ -401,24 +403,24 @@ def test_positions_turn_by_the_angle_that_is_served(target, warm_start, verifier
     wrong += [{"rope_parameters": {"partial_rotary_factor": 0.5}}, {"rope_theta": None}, {"rms_norm_eps": 0}]
     for lie in wrong:
         with pytest.raises(ContractError, match="config.json"):
-            draft_model.build(weights, bare | {"rope_theta": 5e4} | lie, verifier, target)
+            draft_model.build_drafter(weights, bare | {"rope_theta": 5e4} | lie, verifier, target)
 
 
 def test_another_activation_is_refused(target, warm_start, verifier):
     """T17: the forward pass has one, and so has the engine."""
-    weights, settings = eagle3_folder.read(warm_start)
+    weights, settings = eagle3_folder.read_drafter(warm_start)
     with pytest.raises(ConfigError, match="hidden_act 'gelu'"):
-        draft_model.build(weights, settings | {"hidden_act": "gelu"}, verifier, target)
+        draft_model.build_drafter(weights, settings | {"hidden_act": "gelu"}, verifier, target)
 
 
 def test_what_trains_is_explicit(drafter):
     everything = {n for n in draft_model.native_weights(drafter, keep_embedding=False) if n not in ("d2t", "t2d")}
-    by_group = {g: set(draft_model.trainable(drafter, [g])) for g in GROUPS}
+    by_group = {g: set(draft_model.freeze_all_but(drafter, [g])) for g in GROUPS}
     assert set.union(*by_group.values()) == everything
     assert sum(map(len, by_group.values())) == len(everything)
     assert by_group["fc"] == {"fc.weight"} and by_group["lm_head"] == {"lm_head.weight"}
     assert "norm.weight" in by_group["norms"] and len(by_group["norms"]) == 4
-    draft_model.trainable(drafter, ["fc"])
+    draft_model.freeze_all_but(drafter, ["fc"])
     assert [n for n, p in drafter.named_parameters() if p.requires_grad] == ["fc.weight"]
 
 
@@ -449,9 +451,11 @@ def test_what_trains_is_never_the_teachers_own(target, verifier):
     """Of a target in fp32 a master would be the very tensor that the teacher reads, and training would move both."""
     single = Verifier(verifier.embed.float(), verifier.norm.float(), verifier.head.float(), verifier.eps)
     settings = random_init.first_config(target, None, 64)
-    model = draft_model.build(random_init.first_weights(settings, single, None, seed=0), settings, single, target)
+    model = draft_model.build_drafter(
+        random_init.first_weights(settings, single, None, seed=0), settings, single, target
+    )
     model.prepare(single, torch.float32, STEPS)
-    trained = {parameter.data_ptr() for parameter in draft_model.trainable(model, GROUPS).values()}
+    trained = {parameter.data_ptr() for parameter in draft_model.freeze_all_but(model, GROUPS).values()}
     assert trained.isdisjoint(p.data_ptr() for p in model.parameters() if not p.requires_grad)
 
 

@@ -92,14 +92,14 @@ def test_where_the_librarys_mask_differs():
 def test_rows_with_nothing_to_learn_are_counted(tokens, supervised, reason):
     """T01, T02, T06"""
     counts = contracts.Counts(total=2)
-    rows = examples.examples([entry(tokens, supervised), entry(name="b")], 32, 3, counts)
+    rows = examples.learnable_rows([entry(tokens, supervised), entry(name="b")], 32, 3, counts)
     assert [row.entry.row_id for row in rows] == ["b"]
     assert counts.rejected == {reason: 1}
 
 
 def test_a_cut_row_keeps_what_is_before_the_cut():
     """T02"""
-    row = examples.examples([entry(40, [[10, 38]])], 16, 3, contracts.Counts(total=1))[0]
+    row = examples.learnable_rows([entry(40, [[10, 38]])], 16, 3, contracts.Counts(total=1))[0]
     assert row.supervised == [[10, 16]]
     assert row.asked == (5, 4, 3)
     assert row.slots == 15  # slot 13 is the last anchor, slot 14 its teacher
@@ -107,19 +107,19 @@ def test_a_cut_row_keeps_what_is_before_the_cut():
 
 def test_three_steps_on_a_row_of_three_tokens():
     """T06"""
-    row = examples.examples([entry(3, [[0, 3]])], 32, 3, contracts.Counts(total=1))[0]
+    row = examples.learnable_rows([entry(3, [[0, 3]])], 32, 3, contracts.Counts(total=1))[0]
     assert row.asked == (1, 0, 0)
 
 
 def rows_of(lengths):
     entries = [entry(n, [[2, n]], name=f"{i:04d}") for i, n in enumerate(lengths)]
-    return examples.examples(entries, 128, 3, contracts.Counts(total=len(entries)))
+    return examples.learnable_rows(entries, 128, 3, contracts.Counts(total=len(entries)))
 
 
 def test_every_row_is_in_one_pack_and_no_pack_is_too_full():
     generator = random.Random(0)
     rows = rows_of([generator.randint(3, 128) for _ in range(500)])
-    packs = examples.pack(rows, 128, "seed")
+    packs = examples.pack_rows(rows, 128, "seed")
     assert sorted(r.entry.row_id for p in packs for r in p) == [r.entry.row_id for r in rows]
     filled = [sum(r.slots for r in p) for p in packs]
     assert max(filled) <= 128
@@ -128,25 +128,29 @@ def test_every_row_is_in_one_pack_and_no_pack_is_too_full():
 
 def test_the_order_depends_on_seed_and_epoch_alone():
     rows = rows_of([20 + i % 50 for i in range(60)])
-    order = examples.Plan(rows, 128, 4, 2, seed=0)
-    again = examples.Plan(rows, 128, 4, 2, seed=0)
-    other = examples.Plan(rows, 128, 4, 2, seed=1)
+    order = examples.Schedule(rows, 128, 4, 2, seed=0)
+    again = examples.Schedule(rows, 128, 4, 2, seed=0)
+    other = examples.Schedule(rows, 128, 4, 2, seed=1)
     assert [s.packs for s in order.steps] == [s.packs for s in again.steps]
     assert [s.packs for s in order.steps] != [s.packs for s in other.steps]
     half = len(order.steps) // 2
     assert order.steps[0].packs != order.steps[half].packs
-    longer = examples.Plan(rows, 128, 4, 3, seed=0)
+    longer = examples.Schedule(rows, 128, 4, 3, seed=0)
     assert [s.packs for s in longer.steps[: len(order.steps)]] == [s.packs for s in order.steps]
     assert longer.fingerprint == order.fingerprint != other.fingerprint
-    cut = examples.Plan(rows, 128, 4, 10**8, seed=0, max_steps=half + 1)  # epochs that no step needs are not laid out
+    cut = examples.Schedule(
+        rows, 128, 4, 10**8, seed=0, max_steps=half + 1
+    )  # epochs that no step needs are not laid out
     assert [s.packs for s in cut.steps] == [s.packs for s in order.steps[: half + 1]]
-    assert examples.Plan(rows, 128, 10**6, 1, seed=0).packs_per_step == 10**6, "what is asked, however few there are"
+    assert examples.Schedule(rows, 128, 10**6, 1, seed=0).packs_per_step == 10**6, (
+        "what is asked, however few there are"
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_rank_takes_the_same_number_of_packs(world):
     """T03"""
-    for step in examples.Plan(rows_of([30] * 25), 64, 5, 1, seed=0).steps:
+    for step in examples.Schedule(rows_of([30] * 25), 64, 5, 1, seed=0).steps:
         shares = [step.share(rank, world) for rank in range(world)]
         assert len({len(share) for share in shares}) == 1
         real = [members for share in shares for members, counts in share if counts]
@@ -156,19 +160,19 @@ def test_every_rank_takes_the_same_number_of_packs(world):
 def test_a_conversation_is_on_one_side_and_stays_there():
     """G27"""
     entries = [contracts.IndexEntry(f"{i}", f"conv{i // 3}", "test", 8, 8, [[3, 8]], None, 0) for i in range(300)]
-    rows = examples.examples(entries, 32, 3, contracts.Counts(total=300))
-    train, held = examples.split(rows, 0.2)
+    rows = examples.learnable_rows(entries, 32, 3, contracts.Counts(total=300))
+    train, held = examples.split_rows(rows, 0.2)
     sides = [{r.entry.conv_id for r in side} for side in (train, held)]
     assert not sides[0] & sides[1]
     assert len(train) + len(held) == 300
     assert 0.1 < len(held) / 300 < 0.3
     for count in range(30, 300, 30):
-        for fewer, all_of_them in zip(examples.split(rows[:count], 0.2), sides, strict=True):
+        for fewer, all_of_them in zip(examples.split_rows(rows[:count], 0.2), sides, strict=True):
             assert {r.entry.conv_id for r in fewer} <= all_of_them
 
 
 def test_a_tiny_set_still_has_something_to_validate_on():
-    train, held = examples.split(rows_of([20, 20, 20]), 0.01)
+    train, held = examples.split_rows(rows_of([20, 20, 20]), 0.01)
     assert (len(train), len(held)) == (2, 1)
 
 
@@ -178,7 +182,7 @@ def stage(tmp_path):
         captured.write_row(tmp_path, 0, 12, [[4, 12]], think_end=7),
         captured.write_row(tmp_path, 1, 20, [[3, 9], [14, 20]]),
     ]
-    return tmp_path, examples.examples(entries, 64, 3, contracts.Counts(total=2))
+    return tmp_path, examples.learnable_rows(entries, 64, 3, contracts.Counts(total=2))
 
 
 def reader(folder, think_end=None):
@@ -293,7 +297,7 @@ def test_a_turn_that_the_user_forges_is_never_learnt(tmp_path):
     assert learnt(row) == [*range(len(prompt) + 1, len(prompt) + len(tokens.of(reply)))]
     messages = [*question, {"role": "assistant", "content": "real"}]
     kept = Request("r", None, "c", "test", 0, "replay_all", messages, None)
-    row = asyncio.run(replay.row(tokens, kept, SimpleNamespace(target=tokens.target)))
+    row = asyncio.run(replay.build_row(tokens, kept, SimpleNamespace(target=tokens.target)))
     assert tokens.shown([row.input_ids[i] for i in learnt(row)]) == [*b"eal", tiny_models.IM_END]
 
 
@@ -325,7 +329,7 @@ def test_compact_files_give_nearly_the_same_input(tmp_path):
     rows, inputs = [], []
     for dtype in ("bf16", "fp8"):
         made = captured.write_row(tmp_path / dtype, 3, 16, [[4, 16]], dtype=dtype)
-        rows = examples.examples([made], 64, 3, contracts.Counts(total=1))
+        rows = examples.learnable_rows([made], 64, 3, contracts.Counts(total=1))
         pack = reader(tmp_path / dtype).read(rows)
         inputs.append((pack.drafter_input(torch.float32), pack.teacher_states(torch.float32)))
     assert torch.equal(inputs[0][1], inputs[1][1])
@@ -335,11 +339,11 @@ def test_compact_files_give_nearly_the_same_input(tmp_path):
 def test_files_that_are_not_what_the_index_says_are_refused(tmp_path):
     """H06"""
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]])
-    rows = examples.examples([made], 64, 3, contracts.Counts(total=1))
+    rows = examples.learnable_rows([made], 64, 3, contracts.Counts(total=1))
     with pytest.raises(ContractError, match=r"layer_ids is \[2,4,5,8\], asked for \[2,4,6,8\]"):
         examples.Reader(tmp_path, (2, 4, 6, 8), *captured.FORM[1:], 3, None, False).read(rows)
     longer = contracts.IndexEntry(**{**made.to_record(), "tokens": 13})
-    rows = examples.examples([longer], 64, 3, contracts.Counts(total=1))
+    rows = examples.learnable_rows([longer], 64, 3, contracts.Counts(total=1))
     with pytest.raises(ContractError, match="holds 12 tokens, the index says 13"):
         reader(tmp_path).read(rows)
     with pytest.raises(ContractError, match="holds 12 tokens, the index says 13"):
@@ -374,7 +378,7 @@ def test_a_header_that_was_damaged_is_one_clear_line(tmp_path, change, named):
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]])
     recast(tmp_path / made.path, change)
     with pytest.raises(ContractError, match=f"{made.row_id}.*{named}"):
-        reader(tmp_path).read(examples.examples([made], 64, 3, contracts.Counts(total=1)))
+        reader(tmp_path).read(examples.learnable_rows([made], 64, 3, contracts.Counts(total=1)))
 
 
 def layer(raw, tokens, slot):
@@ -434,7 +438,7 @@ def test_no_damaged_file_is_trained_on(tmp_path, damage, named, used):
     damage(raw, (tmp_path / other.path).read_bytes(), 12)
     path.write_bytes(raw)
     with pytest.raises(ContractError, match=f"{made.row_id}.*({named}).*02_extract_hidden_states.py --verify"):
-        reader(tmp_path).read(examples.examples([made], 64, 3, contracts.Counts(total=1)))
+        reader(tmp_path).read(examples.learnable_rows([made], 64, 3, contracts.Counts(total=1)))
 
 
 def test_a_file_of_another_target_of_the_same_form_is_refused(tmp_path):
@@ -443,18 +447,18 @@ def test_a_file_of_another_target_of_the_same_form_is_refused(tmp_path):
     found = states.read_states(tmp_path / made.path)
     tensors = {"token_ids": found.token_ids, "hidden_states": torch.cat([found.aux, found.final[:, None]], 1)}
     for target, good in (("a" * 16, True), ("b" * 16, False)):
-        facts = states.metadata(made.row_id, "tiny", captured.LAYER_IDS, "bf16", target)
-        states.write(tmp_path / made.path, tensors, facts)
+        facts = states.file_metadata(made.row_id, "tiny", captured.LAYER_IDS, "bf16", target)
+        states.write_states(tmp_path / made.path, tensors, facts)
         one = examples.Reader(tmp_path, *captured.FORM, 3, True, False, target="a" * 16)
         with contextlib.nullcontext() if good else pytest.raises(ContractError, match="target is b.*--verify"):
-            one.read(examples.examples([made], 64, 3, contracts.Counts(total=1)))
+            one.read(examples.learnable_rows([made], 64, 3, contracts.Counts(total=1)))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_a_row_is_verified_when_it_is_first_read_and_only_then(tmp_path, dtype, monkeypatch):
     """Seam F1: the first epoch pays for the checksum of every byte, the others for none."""
     made = [captured.write_row(tmp_path, i, 20, [[4, 12]], dtype=dtype) for i in range(3)]
-    rows = examples.examples(made, 64, 3, contracts.Counts(total=3))
+    rows = examples.learnable_rows(made, 64, 3, contracts.Counts(total=3))
     summed, crc32 = [], row_file.zlib.crc32
     monkeypatch.setattr(row_file.zlib, "crc32", lambda part, *seed: summed.append(len(part)) or crc32(part, *seed))
     one = reader(tmp_path)
@@ -470,7 +474,7 @@ def test_a_row_is_verified_when_it_is_first_read_and_only_then(tmp_path, dtype, 
 def test_plain_and_compact_files_in_one_pack_are_refused(tmp_path):
     made = [captured.write_row(tmp_path, i, 12, [[4, 12]], dtype=dtype) for i, dtype in enumerate(("bf16", "fp8"))]
     with pytest.raises(ContractError, match="dtype is"):
-        reader(tmp_path).read(examples.examples(made, 64, 3, contracts.Counts(total=2)))
+        reader(tmp_path).read(examples.learnable_rows(made, 64, 3, contracts.Counts(total=2)))
 
 
 def test_a_file_or_an_index_that_is_gone_is_named_with_the_stage_that_makes_it(stage):
@@ -498,7 +502,7 @@ def test_a_file_or_an_index_that_is_gone_is_named_with_the_stage_that_makes_it(s
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
     """T11"""
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]], vocab=10_000)
-    rows = examples.examples([made], 64, 3, contracts.Counts(total=1))
+    rows = examples.learnable_rows([made], 64, 3, contracts.Counts(total=1))
     for read in (reader(tmp_path).read, lambda some: examples.token_counts(some, tmp_path, captured.VOCAB)):
         with pytest.raises(ContractError, match="go outside the target's vocabulary"):
             read(rows)  # validation's are not counted, and an embedding has no row for them
@@ -519,7 +523,7 @@ def test_only_guessed_tokens_are_counted(stage):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_the_loader_keeps_the_order_and_bounds_what_it_holds(tmp_path, workers):
     entries = [captured.write_row(tmp_path, i, 20, [[4, 20]]) for i in range(12)]
-    rows = examples.examples(entries, 64, 3, contracts.Counts(total=12))
+    rows = examples.learnable_rows(entries, 64, 3, contracts.Counts(total=12))
     held, source = reader(tmp_path), []
 
     class Watched(examples.Reader):
@@ -539,7 +543,7 @@ def test_the_loader_keeps_the_order_and_bounds_what_it_holds(tmp_path, workers):
 
 def test_a_broken_file_reaches_the_consumer(tmp_path):
     made = captured.write_row(tmp_path, 0, 20, [[4, 20]])
-    rows = examples.examples([made], 64, 3, contracts.Counts(total=1))
+    rows = examples.learnable_rows([made], 64, 3, contracts.Counts(total=1))
     os.truncate(tmp_path / made.path, 2000)
     loader = examples.Loader(reader(tmp_path), torch.device("cpu"), 2)
     with pytest.raises(ContractError):

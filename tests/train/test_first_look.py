@@ -45,7 +45,7 @@ def drafter(target, tmp_path_factory):
     settings = random_init.first_config(run.target, captured.VOCAB // 2, 64)
     vocabulary = torch.arange(0, captured.VOCAB, 2)
     weights = random_init.first_weights(settings, read_verifier(target), vocabulary, 0)
-    export.write(folder / "drafter", weights, settings, run.target)
+    export.write_drafter(folder / "drafter", weights, settings, run.target)
     return folder / "drafter"
 
 
@@ -63,14 +63,14 @@ def write_run(folder, target, warm_start, telling=LAST_AUX, share=1.0, ids=None)
             hidden[:-1][known, telling] = hidden[1:, -1][known]
         tokens = read.token_ids if ids is None else ids(read.token_ids)
         tensors = {"token_ids": tokens, "hidden_states": hidden.contiguous()}
-        states.write(place / entry.path, tensors, facts_of(read))
+        states.write_states(place / entry.path, tensors, facts_of(read))
         entries.append(replace(entry, digest=states.ids_digest(tokens.tolist())))
     captured.write_stage(place, entries)
     return path
 
 
 def facts_of(read):
-    return states.metadata(read.metadata["row_id"], "tiny", captured.LAYER_IDS, "bf16")
+    return states.file_metadata(read.metadata["row_id"], "tiny", captured.LAYER_IDS, "bf16")
 
 
 def smoke(path, chunks, prompts=32):
@@ -209,7 +209,7 @@ def test_layers_are_reordered_alike_in_both_forms_of_the_states(tmp_path, order)
     packs = []
     for dtype in ("bf16", "fp8"):
         entry = captured.write_row(tmp_path / dtype, 0, 20, [[4, 20]], dtype=dtype)
-        rows = examples.examples([entry], 64, 3, contracts.Counts(total=1))
+        rows = examples.learnable_rows([entry], 64, 3, contracts.Counts(total=1))
         reader = examples.Reader(tmp_path / dtype, *captured.FORM, 3, think_end=None, pin=False)
         packs.append(reader.read(rows))
     plain, compact = (first_look._reordered(pack, order) for pack in packs)

@@ -19,7 +19,7 @@ def test_the_loss_told_beforehand_is_the_one_on_the_compact_file(tmp_path):
     losses = told.losses()
     for dtype, loss in losses.items():
         reader = examples.Reader(tmp_path / dtype, *captured.FORM, 1, think_end=None, pin=False)
-        pack = reader.read(examples.examples(entries, 64, 1, contracts.Counts()))
+        pack = reader.read(examples.learnable_rows(entries, 64, 1, contracts.Counts()))
         sums = told.drafter(pack, told.scale)[1].sum(0)[0]
         assert loss == pytest.approx(float(sums[1] / sums[0]), rel=1e-5)
     assert losses["bf16"] != losses["fp8"]

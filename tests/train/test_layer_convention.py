@@ -32,7 +32,9 @@ def drafter(run):
     """Says what the target's head says of its last auxiliary layer: right where that knows the next state."""
     settings = random_init.first_config(run.target, None, 64)
     verifier = read_verifier(run.target.model)
-    model = draft_model.build(random_init.first_weights(settings, verifier, None, 0), settings, verifier, run.target)
+    model = draft_model.build_drafter(
+        random_init.first_weights(settings, verifier, None, 0), settings, verifier, run.target
+    )
     model.prepare(verifier, torch.float32, 3)
     return model
 
@@ -48,25 +50,25 @@ def write(run, telling: int | None) -> list[examples.Example]:
             hidden[:-1, BOTH.index(telling)] = hidden[1:, -1]
         ids = states.read_states(folder / entry.path).token_ids
         tensors = {"token_ids": ids, "hidden_states": hidden}
-        states.write(folder / entry.path, tensors, states.metadata(entry.row_id, "tiny", BOTH, "bf16"))
+        states.write_states(folder / entry.path, tensors, states.file_metadata(entry.row_id, "tiny", BOTH, "bf16"))
         entries.append(entry)
-    return examples.examples(entries, 64, 3, contracts.Counts(total=2))
+    return examples.learnable_rows(entries, 64, 3, contracts.Counts(total=2))
 
 
 def test_the_right_layers_pass(run, drafter):
-    losses = layer_convention.check(drafter, run, write(run, telling=5))
+    losses = layer_convention.losses_by_layer_ids(drafter, run, write(run, telling=5))
     assert losses["2, 4, 5"] < 0.01 < losses["3, 5, 6"]
 
 
 def test_a_clearly_better_neighbour_stops_the_run(run, drafter):
     with pytest.raises(ConfigError, match=r"better from layers \[3, 5, 6\].*set target.layer_ids to \[3, 5, 6, 8\]"):
-        layer_convention.check(drafter, run, write(run, telling=6))
+        layer_convention.losses_by_layer_ids(drafter, run, write(run, telling=6))
 
 
 def test_no_such_rows_no_opinion(run, drafter):
     rows = write(run, telling=6)
     absent = [replace(row, entry=replace(row.entry, row_id="0" * 32)) for row in rows]
-    assert layer_convention.check(drafter, run, absent) == {}
+    assert layer_convention.losses_by_layer_ids(drafter, run, absent) == {}
 
 
 def test_the_stage_asks_before_its_first_step(target, tmp_path):
@@ -80,8 +82,8 @@ def test_the_stage_asks_before_its_first_step(target, tmp_path):
         hidden[:, BOTH.index(layer)] = hidden[:, BOTH.index(equal)]
     ids = states.read_states(run.stage_dir("02_hidden_states") / index[0].path).token_ids
     (folder / index[0].path).parent.mkdir(parents=True)
-    facts = states.metadata(index[0].row_id, "tiny", BOTH, "bf16")
-    states.write(folder / index[0].path, {"token_ids": ids, "hidden_states": hidden}, facts)
+    facts = states.file_metadata(index[0].row_id, "tiny", BOTH, "bf16")
+    states.write_states(folder / index[0].path, {"token_ids": ids, "hidden_states": hidden}, facts)
     code, summary = captured.train(path)
     assert code == 0 and set(summary["facts"]["layer_losses"]) == {"2, 4, 5", "3, 5, 6"}
     assert json.dumps(eagle3_folder.read_config(warm)["eagle_aux_hidden_state_layer_ids"]) == "[2, 4, 5]"

@@ -80,16 +80,16 @@ def test_figures_of_counts_written_out():
     """Of 4 drafts 3 begin right, 2 of those 3 go on right: 1 + 3/4 + 2/4."""
     sums = torch.zeros(2, 2, 5)
     sums[ANSWER] = torch.tensor([[4.0, 8.0, 3.0, 3.0, 4.0], [4.0, 10.0, 2.0, 2.0, 3.0]])
-    figures = metrics.summary_by_region(sums)
+    figures = metrics.region_figures(sums)
     assert figures["expected_acceptance"] == 2.25 and "answer" not in figures
     assert figures["accuracy"] == [0.75, 0.5] and figures["conditional_accuracy"] == [0.75, 0.666667]
     assert figures["loss"] == [2.0, 2.5] and figures["guesses"] == [4, 4]
     sums[REASONING] = torch.tensor([[4.0, 8.0, 1.0, 1.0, 4.0], [4.0, 10.0, 0.0, 0.0, 1.0]])
-    figures = metrics.summary_by_region(sums)
+    figures = metrics.region_figures(sums)
     assert figures["reasoning"]["expected_acceptance"] == 1.25 and figures["answer"]["expected_acceptance"] == 2.25
     assert figures["expected_acceptance"] == 1.75
 
 
 def test_nothing_asked_gives_no_division_by_zero():
     """T01"""
-    assert metrics.summary(torch.zeros(3, 5))["expected_acceptance"] == 1.0
+    assert metrics.step_figures(torch.zeros(3, 5))["expected_acceptance"] == 1.0

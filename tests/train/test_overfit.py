@@ -95,7 +95,9 @@ def test_a_drafter_taught_five_replies_drafts_them(model, generate_server, tmp_p
         place = folder / contracts.states_path(row_id)
         place.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"token_ids": torch.tensor(ids), "hidden_states": states_of(target, ids)}
-        size = states.write(place, tensors, states.metadata(row_id, "smollm2", run.target.layer_ids, "bf16"))
+        size = states.write_states(
+            place, tensors, states.file_metadata(row_id, "smollm2", run.target.layer_ids, "bf16")
+        )
         spans = [[prompt, len(ids)]]
         entries.append(contracts.IndexEntry(row_id, conversation, "test", len(ids), len(ids), spans, None, size))
 
@@ -112,7 +114,7 @@ def test_a_drafter_taught_five_replies_drafts_them(model, generate_server, tmp_p
     code, summary = captured.train(path)
     assert code == 0, summary
     weights, drafter_config = checkpoint.read_draft(checkpoint.best_step(run.stage_dir("04_train")))
-    export.write(tmp_path / "drafter", weights, drafter_config, run.target)
+    export.write_drafter(tmp_path / "drafter", weights, drafter_config, run.target)
     assert load_file(tmp_path / "drafter/model.safetensors")["fc.weight"].dtype == torch.bfloat16
 
     with roles.serving(run, "evaluate", tmp_path / "drafter", num_speculative_tokens=DRAFT):

@@ -103,7 +103,7 @@ def test_the_dry_run_counts_steps(undisturbed, tmp_path, target):
 
     def pending(path):
         args = stage.parser("").parse_args(["--dry-run", "--config", str(path)])
-        return train.plan(stage.Stage("04_train", config.load(path), args))
+        return train.dry_run(stage.Stage("04_train", config.load(path), args))
 
     assert pending(undisturbed[0])["pending"] == 0
     fresh = pending(captured.write_run(tmp_path, target))
@@ -175,13 +175,13 @@ def test_a_signal_waits_for_no_validation_which_is_made_up(
 
 
 def test_a_signal_while_saving_waits_for_that_save_alone(target, warm_start, tmp_path, monkeypatch):
-    path, save = captured.write_run(tmp_path, target, warm_start=warm_start), checkpoint.save
+    path, save = captured.write_run(tmp_path, target, warm_start=warm_start), checkpoint.save_step
 
     def struck(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         save(*args)
 
-    monkeypatch.setattr(checkpoint, "save", struck)
+    monkeypatch.setattr(checkpoint, "save_step", struck)
     assert captured.train(path)[0] == 143
     assert [checkpoint.step_number(step) for step in checkpoint.complete_steps(folder(path))] == [4]
     assert len(captured.metrics(path)) == 4
@@ -219,7 +219,7 @@ def test_what_is_measured_before_the_first_step_is_never_lost(undisturbed, targe
 def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tmp_path, monkeypatch):
     """T12, T13: SIGKILL after every second step, and once in the middle of a save."""
     path = captured.write_run(tmp_path, target, warm_start=warm_start)
-    original, save = loop.Training._step, checkpoint.checkpoint_file.write
+    original, save = loop.Training._step, checkpoint.checkpoint_file.write_tensors
 
     def killed(at):
         def work():
@@ -321,7 +321,7 @@ def test_a_full_disk_keeps_the_step_before_and_can_be_resumed(
 def test_moments_come_back_by_name(undisturbed, warm_start):
     """T14: of every trainable tensor, stepped ones."""
     moments = checkpoint.read_moments(last(undisturbed[0]))
-    trainable = {n for n in eagle3_folder.read(warm_start)[0] if n not in ("d2t", "t2d")}
+    trainable = {n for n in eagle3_folder.read_drafter(warm_start)[0] if n not in ("d2t", "t2d")}
     assert set(moments) == {f"{n}.{kind}" for n in trainable for kind in ("exp_avg", "exp_avg_sq")}
     assert all(t.abs().sum() > 0 for n, t in moments.items() if n.endswith("exp_avg_sq"))
 
@@ -358,7 +358,7 @@ def test_other_rows_are_refused_by_name(undisturbed):
 
 def planned(path, *more):
     args = stage.parser("").parse_args(["--dry-run", "--config", str(path), *more])
-    return train.plan(stage.Stage("04_train", config.load(path), args))
+    return train.dry_run(stage.Stage("04_train", config.load(path), args))
 
 
 def test_the_plan_refuses_other_rows_than_the_checkpoints_were_made_of(undisturbed, target, tmp_path):
@@ -403,14 +403,16 @@ def test_the_warm_starts_vocabulary_wins(target, warm_start, tmp_path):
     assert code == 2 and "the warm start has 128" in summary["error"]
     assert captured.train(path)[0] == 0
     weights, _ = checkpoint.read_draft(last(path))
-    reference, _ = eagle3_folder.read(warm_start)
+    reference, _ = eagle3_folder.read_drafter(warm_start)
     assert torch.equal(weights["d2t"], reference["d2t"]) and torch.equal(weights["t2d"], reference["t2d"])
 
 
 def test_a_vocabulary_of_other_tokens_is_refused(target, warm_start, tmp_path, monkeypatch):
     """T04: accuracy would stay 0 for the whole run."""
     path = captured.write_run(tmp_path, target, warm_start=warm_start)
-    counts = torch.where(eagle3_folder.read(warm_start)[0]["t2d"], 0, 1)  # what was written is all of the others
+    counts = torch.where(
+        eagle3_folder.read_drafter(warm_start)[0]["t2d"], 0, 1
+    )  # what was written is all of the others
     monkeypatch.setattr(examples, "token_counts", lambda *_: counts)
     code, summary = captured.train(path)
     assert code == 2 and "none of the tokens that the target wrote" in summary["error"]
@@ -431,7 +433,7 @@ def test_no_learning_rate_no_change(target, warm_start, tmp_path):
     path = captured.write_run(tmp_path, target, warm_start=warm_start, lr=0.0, max_steps=3)
     assert captured.train(path)[0] == 0
     weights, _ = checkpoint.read_draft(last(path))
-    for name, tensor in eagle3_folder.read(warm_start)[0].items():
+    for name, tensor in eagle3_folder.read_drafter(warm_start)[0].items():
         assert torch.equal(weights[name].to(tensor.dtype), tensor), name
 
 
@@ -448,21 +450,21 @@ def test_a_decay_of_zero_learns_from_the_first_guess_alone(target, warm_start, t
 
 @pytest.mark.parametrize("groups", [["fc"], ["layer", "norms"], ["lm_head"]])
 def test_what_is_frozen_stays(target, warm_start, tmp_path, groups):
-    from drafter.train.draft_model import group_of
+    from drafter.train.draft_model import train_group
 
     path = captured.write_run(tmp_path, target, warm_start=warm_start, trainable=groups, max_steps=2)
     assert captured.train(path)[0] == 0
     weights, _ = checkpoint.read_draft(last(path))
-    for name, tensor in eagle3_folder.read(warm_start)[0].items():
+    for name, tensor in eagle3_folder.read_drafter(warm_start)[0].items():
         same = torch.equal(weights[name].to(torch.float32), tensor.to(torch.float32))
-        assert same == (group_of(name) not in groups), name
+        assert same == (train_group(name) not in groups), name
 
 
 def test_masters_keep_what_bf16_would_lose(target, warm_start, tmp_path):
     path = captured.write_run(tmp_path, target, warm_start=warm_start, lr=1e-6, max_steps=2, precision="bf16")
     assert captured.train(path)[0] == 0
     before, after = (
-        eagle3_folder.read(warm_start)[0]["fc.weight"].float(),
+        eagle3_folder.read_drafter(warm_start)[0]["fc.weight"].float(),
         checkpoint.read_draft(last(path))[0]["fc.weight"],
     )
     moved = (before != after).float().mean()
@@ -477,7 +479,7 @@ def test_the_pull_towards_the_warm_start(target, warm_start, tmp_path):
     )
     assert captured.train(path)[0] == 0
     weights, _ = checkpoint.read_draft(last(path))
-    for name, tensor in eagle3_folder.read(warm_start)[0].items():
+    for name, tensor in eagle3_folder.read_drafter(warm_start)[0].items():
         torch.testing.assert_close(weights[name].float(), tensor.float(), rtol=0, atol=1e-6)
 
 
@@ -504,8 +506,8 @@ def test_a_held_out_number_that_is_not_finite_stops_the_run(target, tmp_path):
     path = captured.write_run(tmp_path, target, rows=12)
     run = config.load(path)
     index = examples.read_index(run.stage_dir("02_hidden_states"))
-    rows = examples.examples(index, 64, 3, contracts.Counts(total=12))
-    held = {row.entry.row_id for row in examples.split(rows, run.train.validation_share)[1]}
+    rows = examples.learnable_rows(index, 64, 3, contracts.Counts(total=12))
+    held = {row.entry.row_id for row in examples.split_rows(rows, run.train.validation_share)[1]}
     number = next(i for i in range(12) if captured.row_id(i) in held)
     tokens = next(row.entry.tokens for row in rows if row.entry.row_id == captured.row_id(number))
     captured.write_row(run.stage_dir("02_hidden_states"), number, tokens, [], fill=float("nan"))
@@ -555,12 +557,10 @@ def test_early_stop_takes_the_best_step(target, warm_start, tmp_path, monkeypatc
     path = captured.write_run(
         tmp_path, target, warm_start=warm_start, epochs=50, validate_every=1, save_every=1, patience=3
     )
-    original = loop.summary_by_region
+    original = loop.region_figures
     scores = iter([1.0, 1.1, 1.5, 1.4, 1.3, 1.2, 9.9])
 
-    monkeypatch.setattr(
-        loop, "summary_by_region", lambda sums: original(sums) | {"expected_acceptance": next(scores)}
-    )
+    monkeypatch.setattr(loop, "region_figures", lambda sums: original(sums) | {"expected_acceptance": next(scores)})
     code, summary = captured.train(path)
     assert code == 0
     assert summary["facts"]["last_step"] == 5 and summary["facts"]["best"] == "step-00000002"
@@ -737,7 +737,7 @@ def test_an_index_that_its_manifest_contradicts_is_refused_and_pending_rows_are_
         assert f"lists 12 rows, manifest.json counts {out} (out; status {status})" in summary["error"]
         assert not (path.parent / "runs/run/04_train/manifest.json").exists()
     args = stage.parser("").parse_args(["--dry-run", "--config", str(path)])
-    assert "counts 0 (out" in train.plan(stage.Stage("04_train", config.load(path), args))["findings"][0]
+    assert "counts 0 (out" in train.dry_run(stage.Stage("04_train", config.load(path), args))["findings"][0]
     code, _summary = counted("partial", 12, 3)
     assert code == 0 and "not complete (status partial): 12 rows train, 3 are pending" in caplog.text
     assert counted("complete", 12, 0)[0] == 0
