@@ -98,7 +98,7 @@ class Rig:
 
 
 def in_a_thread(arena: int, pipe: Connection, size: int, threads: int) -> SimpleNamespace:
-    """Instead of `drafter.extract.writer.start_writer`: the writer's work in this process, where a test can reach it."""
+    """Replaces `drafter.extract.writer.start_writer`: the same work in a thread of this process, for tests."""
     theirs = Connection(os.dup(pipe.fileno()))
     work = (mmap.mmap(arena, size), theirs, threads, os.getppid())
     thread = threading.Thread(target=writer.write_jobs, args=work, daemon=True)

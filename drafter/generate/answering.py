@@ -218,7 +218,7 @@ class Generation:
             if self._rows_without_reasoning == MAX_ROWS_WITHOUT_REASONING:
                 raise ConfigError(
                     f"{MAX_ROWS_WITHOUT_REASONING} rows have no reasoning: start the server with "
-                    "--reasoning-parser, or set target.think_end and target.prompt_suffix for a model without reasoning"
+                    "--reasoning-parser, or correct target.think_end and target.prompt_suffix"
                 )
         self._misparsed.update(set(row.flags) & set(rows.MISPARSED))
         for flag, count in self._misparsed.items():

@@ -208,7 +208,7 @@ def test_what_is_measured_before_the_first_step_is_never_lost(undisturbed, targe
         measured.append(1)
         return {"2, 4, 5": 1.5, "3, 5, 6": 2.5}
 
-    monkeypatch.setattr(loop.layer_convention, "check", losses)
+    monkeypatch.setattr(loop.layer_convention, "losses_by_layer_ids", losses)
     assert [killed(1), killed(6)] == [-signal.SIGKILL] * 2
     code, summary = captured.train(path)
     assert code == 0 and not measured, "measured by the run that was killed"
@@ -239,7 +239,7 @@ def test_any_number_of_kills_changes_nothing(undisturbed, target, warm_start, tm
                 save(*args, **kwargs)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            monkeypatch.setattr(checkpoint.checkpoint_file, "write", half)
+            monkeypatch.setattr(checkpoint.checkpoint_file, "write_tensors", half)
             captured.train(path)
 
         return captured.wait(captured.forked(work))
