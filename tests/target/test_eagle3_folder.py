@@ -232,7 +232,7 @@ def test_identity_is_content(drafter, target):
     held = load_file(drafter / eagle3_folder.WEIGHTS)["fc.weight"]
     held[60, 200] += 1
     change(drafter, **{"fc.weight": held})
-    assert eagle3_folder.identity(drafter) != before
+    assert eagle3_folder.fingerprint(drafter) != before
 
 
 def write_speculators_form(folder: Path, native: Path, **changes) -> None:
