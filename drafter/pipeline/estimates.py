@@ -138,7 +138,7 @@ def num_rows(config: Config, conversations: int) -> int:
 
 def num_drawn(source: Source) -> int | None:
     """Conversations drawn from a source: as many as asked for, at most what it holds. None when it is open-ended."""
-    known = [count for count in (source.count, sources.count(source)) if count is not None]
+    known = [count for count in (source.count, sources.count_records(source)) if count is not None]
     return min(known, default=None)
 
 
@@ -150,5 +150,5 @@ def conversations_asked(config: Config) -> int | None:
 
 def conversations_held(config: Config) -> int | None:
     """All conversations that the sources hold. None when one is on the hub: nobody knows offline."""
-    held = [sources.count(source) for source in config.prompts]
+    held = [sources.count_records(source) for source in config.prompts]
     return None if None in held else sum(held)

@@ -55,7 +55,7 @@ def prompt_faults(config: Config) -> Iterator[str]:
     """What 01b would stop at: files that are not there or hold nothing, and no row beside the held-out ones."""
     for source in (*config.prompts, *config.acceptance.prompts):
         try:
-            held = sources.count(source)
+            held = sources.count_records(source)
         except ConfigError as error:
             yield str(error)
             return
@@ -239,7 +239,7 @@ def _of_the_trial(config: Config, parts: list[Estimate]) -> list[str]:
 
 
 def _of_a_source(source: Source) -> str:
-    held = sources.count(source)
+    held = sources.count_records(source)
     if held is not None:
         drawn = ""
         if source.count and source.count != held:

@@ -163,7 +163,7 @@ def _to_be_tried(config: Config) -> bool:
     from drafter.acceptance import stage as acceptance  # needs torch, which other plans do without
 
     try:
-        return acceptance.to_be_tried(config)
+        return acceptance.needs_smoke_test(config)
     except StageError:  # the drafter or the target is not on this machine
         return True
 

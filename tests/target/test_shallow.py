@@ -155,6 +155,6 @@ def test_a_warm_start_reads_the_copy_s_layers_and_is_otherwise_the_same(tmp_path
     shallow.copy_drafter(drafter, tmp_path / "copied", ids[:-1])
     target = Target(model=copy, served_name="x", layer_ids=tuple(ids), max_seq_len=64)
     tensors = eagle3_folder.check_folder(tmp_path / "copied", target)
-    before, config = eagle3_folder.read(drafter)
+    before, config = eagle3_folder.read_drafter(drafter)
     assert all(torch.equal(tensors[name], before[name]) for name in before) and tensors.keys() == before.keys()
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5], "the original is as it was"
