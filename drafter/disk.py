@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter import checked, files, locks, run_files, run_locks, stage
+from drafter import checked, files, locks, run_files, run_locks, stage, text
 from drafter.config import ROOT, STAGES, Config, StageName
 from drafter.errors import ConfigError, StageError
 
@@ -180,7 +180,7 @@ def clean(held: list[Held], freed_log: Path) -> int:
         with files.Journal(freed_log) as journal:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             journal.append({"freed": str(each.folder), "bytes": each.bytes, "at": now})
-        log.info("freed %s, %s", each.folder, files.size(each.bytes))
+        log.info("freed %s, %s", each.folder, text.size(each.bytes))
     return freed
 
 
@@ -210,16 +210,14 @@ def table(held: list[Held]) -> str:
         (
             each.run.name,
             each.stage,
-            files.size(each.bytes),
+            text.size(each.bytes),
             each.status,
             "free" if each.proposed else "keep",
             each.why,
         )
         for each in held
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"{files.size(sum(each.bytes for each in held))} in all"])
+    return f"{text.table(rows)}\n" + f"{text.size(sum(each.bytes for each in held))} in all"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -244,12 +242,12 @@ def _command(config: Config, args: argparse.Namespace) -> None:
         if each.busy and named & {each.name, each.run.name}:
             print(f"keeps {each.folder}: {each.why}")
     if args.yes:
-        print(f"{files.size(clean(held, config.run.dir / FREED_LOG))} freed")
+        print(f"{text.size(clean(held, config.run.dir / FREED_LOG))} freed")
         return
     would = [each for each in held if each.proposed]
     for each in would:
-        print(f"would free {each.folder}, {files.size(each.bytes)}")
-    print(f"{files.size(sum(each.bytes for each in would))} would be freed with --yes")
+        print(f"would free {each.folder}, {text.size(each.bytes)}")
+    print(f"{text.size(sum(each.bytes for each in would))} would be freed with --yes")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 from drafter.errors import ConfigError, ContractError
 
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+GIB = 2**30
 PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
 ASIDE = f".old{PART}"
 
@@ -305,23 +305,8 @@ def inode_id(folder: Path) -> str:
     return f"{found.st_dev}:{found.st_ino}"
 
 
-def span(seconds: float) -> str:
-    """A duration in the unit that fits it: seconds below two minutes, minutes below three hours, hours."""
-    if seconds < 120:
-        return f"{round(seconds, 1):g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3 * 3600 else f"{seconds / 3600:.1f} h"
-
-
 def free_bytes(path: Path) -> int:
     """Bytes an ordinary user can still write on the file system that holds `path` (which need not exist yet)."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-def size(count: float) -> str:
-    """A number of bytes in the largest unit that has a tenth of one, so that only nothing reads as zero."""
-    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= 0.1 * unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count:.0f} B"

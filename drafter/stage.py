@@ -16,20 +16,9 @@ from typing import Any
 
 import yaml
 
-from drafter import (
-    checked,
-    contracts,
-    files,
-    locks,
-    process,
-    run_files,
-    run_locks,
-    signals,
-    strict_yaml,
-    torchrun_env,
-)
+from drafter import checked, contracts, files, locks, process, run_files, run_locks, signals, torchrun_env
 from drafter.cli import Parser, positive
-from drafter.config import ROOT, Config, StageName, load
+from drafter.config import ROOT, Config, StageName, load, strict_yaml
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 from drafter.versions import versions
 

@@ -8,9 +8,10 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from drafter import text
 from drafter.errors import ConfigError
 
-CONFIG_BYTES = 16 * 2**20  # far above any config; a data file given by mistake is larger
+CONFIG_BYTES = 16 * 10**6  # far above any config; a data file given by mistake is larger
 
 KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -48,7 +49,7 @@ def read_text(path: Path, most: int = CONFIG_BYTES) -> str:
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise ConfigError(f"{path} has more than {most // 2**20} MiB; that is not the file meant here")
+        raise ConfigError(f"{path} has more than {text.size(most)}; that is not the file meant here")
     return content.decode("utf-8")
 
 

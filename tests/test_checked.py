@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from drafter import config, stage
+from drafter import config, model_folder, stage
 from drafter.acceptance import comparison, model_card, prompt_sets
 from drafter.acceptance import stage as acceptance
 from drafter.errors import LONGEST_MESSAGE, StageError
@@ -20,7 +20,7 @@ from drafter.pipeline import engine_check, status
 from drafter.pipeline.report import page as report
 from drafter.serve import smoke_record
 from drafter.serve.decoding import Decoded
-from drafter.target import eagle3_folder, model_folder
+from drafter.target import eagle3_folder
 from drafter.train import checkpoint, examples, random_init
 from tests import test_run_files, tiny_models
 from tests.captured import row_id

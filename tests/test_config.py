@@ -7,12 +7,11 @@ from datetime import datetime
 import pytest
 import yaml
 
-from drafter import cli, config
+from drafter import cli, config, model_folder
 from drafter.errors import LONGEST_MESSAGE, ConfigError
 from drafter.extract import worklist
 from drafter.pipeline import preflight
 from drafter.serve import vllm_command
-from drafter.target import model_folder
 
 DEFAULT = config.ROOT / "configs/smollm2_cpu.yaml"
 

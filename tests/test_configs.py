@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from drafter import config, config_reference
-from drafter.config import ROOT
+from drafter import config
+from drafter.config import ROOT, reference
 from drafter.errors import ConfigError
 from drafter.generate import prompts
 from drafter.serve import readiness, roles, systemd
@@ -32,9 +32,9 @@ def kimi() -> config.Config:
 
 
 def test_every_setting_is_described_and_listed_with_its_default(capsys):
-    assert config_reference.main([]) == 0
+    assert reference.main([]) == 0
     shown = capsys.readouterr().out
-    listed = {setting.key: setting for setting in config_reference.settings()}
+    listed = {setting.key: setting for setting in reference.settings()}
     assert [key for key, setting in listed.items() if not setting.meaning] == []
     assert all(f"{key}: {setting.default}\n    {setting.meaning}\n" in shown for key, setting in listed.items())
     for key, default in (("train.lr", "required"), ("train.betas", "[0.9, 0.95]"), ("run.dir", '"runs"')):

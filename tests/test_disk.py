@@ -295,7 +295,7 @@ def test_the_files_that_runs_share_are_ours():
 
 
 def test_a_small_folder_has_a_size(runs, capsys):
-    """Seam I: below 5 MB everything read 0.00 GiB."""
+    """Seam I: below 5 MB every size read 0.00."""
     assert call(runs, "du") == 0
     said = capsys.readouterr().out
-    assert " 0.11 MiB " in said and " 0.00 " not in said
+    assert " 0.11 MB " in said and " 0.00 " not in said

@@ -174,25 +174,6 @@ def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["elsewhere", "model"]
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [
-        (0, "0 B"),
-        (1, "1 B"),
-        (4_800, "4.69 KiB"),
-        (70_000, "68.36 KiB"),
-        (4_900_000, "4.67 MiB"),
-        (70_000_000, "66.76 MiB"),
-        (2**30 // 5, "0.20 GiB"),
-        (3 * 2**30, "3.00 GiB"),
-        (2 * 2**40, "2.00 TiB"),
-    ],
-)
-def test_a_size_never_reads_as_zero_unless_it_is(count, said):
-    """Seam I: sizes below 5 MB read 0.00 GiB."""
-    assert files.size(count) == said
-
-
 def test_sigkill_while_writing_leaves_no_final_name(tmp_path):
     """H10: a killed writer leaves a part, never a destination; the sweep takes the part."""
     run_and_kill(
@@ -275,14 +256,6 @@ def test_fingerprint_follows_content_not_place(tmp_path):
         file.seek(2_999_999)
         file.write(b"!")
     assert files.fingerprint_path(tmp_path / "two") != same
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.3, "0.3 s"), (20, "20 s"), (90, "90 s"), (120, "2 min"), (3600, "60 min"), (10_800, "3.0 h")],
-)
-def test_a_time_is_told_in_a_unit_that_fits_it(seconds, said):
-    assert files.span(seconds) == said
 
 
 def test_free_space_of_a_folder_that_does_not_exist_yet(tmp_path):

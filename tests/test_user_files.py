@@ -49,7 +49,7 @@ def test_a_file_above_the_bound_is_not_read_whole(tmp_path):
     path = tmp_path / "large.yaml"
     path.write_bytes(b"")
     os.truncate(path, 2**40)
-    with pytest.raises(ConfigError, match=r"large.yaml has more than 16 MiB"):
+    with pytest.raises(ConfigError, match=r"large.yaml has more than 16.00 MB"):
         user_files.read_text(path)
 
 

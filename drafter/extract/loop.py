@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drafter import contracts, files
+from drafter import contracts, files, text
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ContractError, ResumableError, RowError, StageError
@@ -309,8 +309,8 @@ class Extraction:
             free, reserve = files.free_bytes(self.folder), asked * 1e9
             if free < reserve and self._stop is None:
                 self._stop = ResumableError(
-                    f"{files.size(free)} free below {self.folder}, extract.reserve_gb {asked:g} keeps "
-                    f"{files.size(reserve)}; free some and run the same again"
+                    f"{text.size(free)} free below {self.folder}, extract.reserve_gb {asked:g} keeps "
+                    f"{text.size(reserve)}; free some and run the same again"
                 )
 
     def _commit(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import contracts, files, locks
+from drafter import contracts, files, locks, text
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError
@@ -347,7 +347,7 @@ def estimate_disk(config: Config, todo: list[Item], folder: Path, replaced: int 
         ways.append(f"target.max_seq_len {length}")
     if dtype == "bf16" and sum(file_bytes(config, item, item.tokens, "fp8") for item in todo) <= room:
         ways.append("extract.dtype fp8 in another run.name")
-    words = {key: files.size(found[key]) for key in ("bytes", "free", "reserve")}
+    words = {key: text.size(found[key]) for key in ("bytes", "free", "reserve")}
     kept = f"extract.reserve_gb {config.extract.reserve_gb:g} keeps {words['reserve']}"
     found["advice"] = (
         f"{len(todo)} rows of {found['tokens']} tokens take {words['bytes']}; {folder} has {words['free']} "

@@ -9,8 +9,8 @@ from drafter.config import Config, Target
 from drafter.contracts import Row
 from drafter.errors import ConfigError, RowError
 from drafter.generate.prompts import Request
+from drafter.model_folder import read_added_tokens
 from drafter.serve.client import Client
-from drafter.target.model_folder import read_added_tokens
 
 TIMEOUT_SECONDS = 120.0
 

@@ -5,14 +5,14 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from drafter import cli, errors, signals
+from drafter import cli, errors, model_folder, signals
 from drafter.config import ROOT, load
 from drafter.errors import ConfigError, Interrupted, StageError
 from drafter.pipeline import deadline, plan, status, trial
 from drafter.pipeline.run import Pipeline, chosen
 from drafter.serve import gpu
 from drafter.stage import of_the_machine, summarise
-from drafter.target import default_model, model_folder
+from drafter.target import default_model
 
 log = logging.getLogger("drafter")
 

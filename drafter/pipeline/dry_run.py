@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from drafter import disk, files
+from drafter import disk, text
 from drafter.config import Config, StageName
 from drafter.errors import StageError
 from drafter.generate import prompts
+from drafter.model_folder import DEFAULT_MODEL
 from drafter.pipeline import preflight
 from drafter.stage import read_taken
-from drafter.target.model_folder import DEFAULT_MODEL
 
 UNITS: dict[StageName, str] = {
     "01b_synthetic": "request{} to answer",
@@ -51,7 +51,7 @@ def lines(config: Config, plans: list[dict]) -> Iterator[str]:
             to_come.add(name)
         again = "freed by drafter.disk clean, and made again: " if name in freed else ""
         yield f"  {name:<17} {again}{_work(each, before, lacks_input)}"
-        for finding in (text for text, stopped in found.items() if stopped == name):
+        for finding in (line for line, stopped in found.items() if stopped == name):
             yield f"      ! {finding}"
         for note in (*each.get("read", ()), *each.get("broken", ()), *each.get("notes", ())):
             yield f"      {note}"
@@ -72,7 +72,7 @@ def _work(plan: dict, before: list[StageName], lacks_input: bool) -> str:
         return f"its counts to write again: {plan['stale']}"
     if not plan["pending"]:
         return plan.get("left") or "nothing to do"
-    details = [files.size(plan["bytes"])] if "bytes" in plan else []
+    details = [text.size(plan["bytes"])] if "bytes" in plan else []
     for name, entry in plan.get("sources", {}).items():
         details.append(f"{name}: {prompts.count_text(entry)}")
     more = f" ({'; '.join(details)})" if details else ""

@@ -14,7 +14,6 @@ from drafter import files, stage
 from drafter.cli import next_time
 from drafter.config import Config, Source
 from drafter.errors import ConfigError
-from drafter.files import size
 from drafter.generate import sources
 from drafter.pipeline.deadline import resolve
 from drafter.pipeline.estimates import (
@@ -42,6 +41,7 @@ from drafter.pipeline.rates import (
     profile,
     profiles,
 )
+from drafter.text import size, table
 
 COUNTS = (5_000, 10_000, 25_000, 50_000)
 LINK_GBIT = 5
@@ -129,15 +129,6 @@ def dollars(seconds: Range, usd_per_hour: Range) -> str:
     return f"{low:.0f} to {high:.0f} USD"
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    ]
-    return "\n".join(lines)
-
-
 def moving(byte_count: float, link_gbit: float = LINK_GBIT) -> Range:
     """Seconds to move so many bytes over a link, of which one copy reaches an eighth to two thirds."""
     line = byte_count * 8 / (link_gbit * 1e9)
@@ -177,7 +168,7 @@ def page(
         + (f", of {rows:,} those answered by {deadline:%H:%M}" if answered < rows else "")
         + (f"; {asked - rows:,} of {asked:,} conversations are held out" if asked > rows else ""),
         "",
-        table(["stage", "work", "server starts", "tokens", "disk"], body),
+        table([["stage", "work", "server starts", "tokens", "disk"], *body]),
         "",
         f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}",
         *_of_a_deadline(parts, now, deadline, answered, rows),
@@ -269,7 +260,7 @@ def _fits(config, known: Rates, count: Sizes, done_by: datetime | None, now: dat
             late = total.typical - (done_by - now).total_seconds()
             verdict.append("in time" if late <= 0 else f"{late / 3600:.1f} h late")
         rows.append([f"{number:,}", duration(total), size(needed), ", ".join(verdict)])
-    return [table(["conversations", "whole run", "disk", f"against {size(free)} free beside the reserve"], rows)]
+    return [table([["conversations", "whole run", "disk", f"against {size(free)} free beside the reserve"], *rows])]
 
 
 def _platforms(config: Config, asked: int) -> list[str]:
@@ -294,7 +285,7 @@ def _platforms(config: Config, asked: int) -> list[str]:
                 f"moving {size(extract.bytes)} of states to {other.title} over {LINK_GBIT} Gb/s: {hours.low:.1f} to "
                 f"{hours.high:.1f} h, {cost} of idle GPUs: train where they are"
             )
-    return [table(["platform (01b, 02, 04)", "time", "cost"], rows), *moves]
+    return [table([["platform (01b, 02, 04)", "time", "cost"], *rows]), *moves]
 
 
 def show(config: Config, profile_name: str | None, deadline: datetime | None, done_by: datetime | None) -> str:

@@ -14,16 +14,16 @@ from drafter import files, process
 from drafter.acceptance.comparison import NONE, RUN, WARM_START
 from drafter.config import ROOT, STAGES, Config, Role, StageName
 from drafter.errors import ConfigError, StageError
-from drafter.files import GIB, size
 from drafter.generate import chat
 from drafter.pipeline import engine_check, estimates, plan, rates, sharing, unit_layers
 from drafter.serve import command_server, gpu, readiness, roles, smoke_record, systemd
 from drafter.target import eagle3_folder, head
+from drafter.text import size
 
 SHARED = Path("/dev/shm")
 QUEUE_BYTES = 10 * 2**24  # of a vLLM's message queue: 10 chunks of 16 MiB
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
-MIB = 2**20
+GIB = 2**30  # of vLLM's own settings
 CONTEXT = {"generate": "generate.max_tokens", "extract": "target.max_seq_len", "evaluate": "acceptance.max_tokens"}
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -212,8 +212,8 @@ def shared_memory(config: Config, started: Collection[Role] = ROLES) -> Iterator
             continue
         if (free := files.free_bytes(SHARED)) < QUEUE_BYTES:
             yield (
-                f"{SHARED}: {free / MIB:.0f} MiB are free, and a vLLM of several processes needs "
-                f"{QUEUE_BYTES / MIB:.0f} MiB there: start the container with --shm-size=1g or --ipc=host"
+                f"{SHARED}: {size(free)} are free, and a vLLM of several processes needs "
+                f"{size(QUEUE_BYTES)} there: start the container with --shm-size=1g or --ipc=host"
             )
             return
 

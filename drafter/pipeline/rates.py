@@ -9,11 +9,10 @@ from functools import cache
 
 import yaml
 
-from drafter import checked, run_files, stage
+from drafter import checked, model_folder, run_files, stage
 from drafter.config import ROOT, Config
 from drafter.errors import ConfigError, StageError
 from drafter.serve import gpu
-from drafter.target import model_folder
 
 PROFILES = ROOT / "configs/profiles"
 LARGE_MODEL = 4096  # hidden size above which profiles of Kimi-K2.5 are nearer than those of SmolLM2

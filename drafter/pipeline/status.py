@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 
-from drafter import files, stage
+from drafter import files, stage, text
 from drafter.config import STAGES, Config
 from drafter.pipeline.run_state import RunState
 from drafter.serve import gpu
@@ -42,13 +42,13 @@ def lines(config: Config) -> Iterator[str]:
     if state.get("stage"):
         for line in found.latest_log(state["stage"]).splitlines()[-TAIL:]:
             yield f"  | {line}"
-    yield f"  disk: {files.size(files.free_bytes(config.run_dir))} free"
+    yield f"  disk: {text.size(files.free_bytes(config.run_dir))} free"
     memory = gpu.query_memory()
     if memory.unknown:
         yield f"  GPU memory: unknown ({memory.unknown})"
     for index in sorted(memory.gpus):
         yield f"  GPU {index}: " + (
-            f"{memory.used[index] / 1024:.1f} GiB in use" if index in memory.used else "unknown"
+            f"{text.size(memory.used[index] * gpu.MIB)} in use" if index in memory.used else "unknown"
         )
 
 

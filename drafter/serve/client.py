@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from drafter import signals as interrupts
 from drafter.config import Server
 from drafter.errors import ConfigError, Interrupted, ResumableError, RowError
-from drafter.files import span
+from drafter.text import duration
 
 log = logging.getLogger("drafter")
 
@@ -160,7 +160,7 @@ class Client:
             else:
                 busy_since = busy_since or time.monotonic()
                 if time.monotonic() - busy_since > self.outage_seconds and self._up.is_set():
-                    raise RowError("failed", f"{reason} for {span(self.outage_seconds)}")
+                    raise RowError("failed", f"{reason} for {duration(self.outage_seconds)}")
             if self._up.is_set():
                 await asyncio.sleep(pause if pause is not None else _backoff(spent or 1, *BACKOFF_SECONDS))
 
@@ -187,7 +187,7 @@ class Client:
             return
         self._up.clear()
         self.outages += 1
-        log.warning("server %s is down (%s); waiting up to %s", self.url, reason, span(self.outage_seconds))
+        log.warning("server %s is down (%s); waiting up to %s", self.url, reason, duration(self.outage_seconds))
         self._probe = asyncio.create_task(self._outage(reason))
         self._probe.add_done_callback(self._wake)
 
@@ -211,7 +211,7 @@ class Client:
                 return None
             await asyncio.sleep(min(left, _backoff(tries, *PROBE_SECONDS)))
         return ResumableError(
-            f"no answer from {self.url} for {span(self.outage_seconds)} ({reason}); "
+            f"no answer from {self.url} for {duration(self.outage_seconds)} ({reason}); "
             "bring the server up and run the same command again"
         )
 

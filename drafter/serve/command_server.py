@@ -22,7 +22,7 @@ import psutil
 
 from drafter import files, locks, process, run_locks, signals
 from drafter.config import ROOT, STAGES, Config, Role, Server
-from drafter.config_servers import SECRET_NAME
+from drafter.config.servers import SECRET_NAME
 from drafter.errors import ConfigError, ResumableError
 from drafter.serve.vllm_command import environment
 

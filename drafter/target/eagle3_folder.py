@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from drafter import checked, files
 from drafter.config import Config, Target
 from drafter.errors import ConfigError, ContractError
-from drafter.target.model_folder import Size
+from drafter.model_folder import Size
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafter.errors import ConfigError
-from drafter.target.model_folder import read_architecture
+from drafter.model_folder import read_architecture
 
 EMBED = "embed_tokens.weight"
 NORM = "model.norm.weight"

@@ -14,8 +14,8 @@ from typing import Any
 
 from drafter import files
 from drafter.errors import ConfigError
+from drafter.model_folder import CONFIG, read_architecture, read_text_config
 from drafter.target import eagle3_folder, head
-from drafter.target.model_folder import CONFIG, read_architecture, read_text_config
 
 LAYERS = 4  # at least: one dense and one expert layer, and the inputs of three for the drafter
 INDEX = "model.safetensors.index.json"

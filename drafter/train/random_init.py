@@ -7,9 +7,9 @@ from torch import Tensor
 
 from drafter.config import Target
 from drafter.errors import ConfigError
+from drafter.model_folder import read_text_config
 from drafter.target import eagle3_folder
 from drafter.target.head import Verifier
-from drafter.target.model_folder import read_text_config
 
 
 def first_config(target: Target, draft_vocab_size: int | None, intermediate_size: int | None) -> dict[str, Any]:

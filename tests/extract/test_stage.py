@@ -22,7 +22,7 @@ import yaml
 
 pytest.importorskip("vllm")
 
-from drafter import config, contracts, files, stage
+from drafter import config, contracts, files, stage, text
 from drafter.errors import ContractError
 from drafter.extract import loop as extraction
 from drafter.extract import probe, state_file, states, worklist
@@ -390,8 +390,8 @@ def start(run: Run, port: int, *more: str) -> subprocess.Popen:
 def engine_process(tiny: Path, run: Run, port: int, slow: float = 0) -> subprocess.Popen:
     line = [sys.executable, "-m", "tests.engine", str(tiny), str(run.folder), str(port), str(slow)]
     process = subprocess.Popen(line, cwd=config.ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    for text in process.stdout:
-        if text.strip() == "ready":
+    for line in process.stdout:
+        if line.strip() == "ready":
             return process
     raise AssertionError("the engine did not start")
 
@@ -840,7 +840,7 @@ def test_the_plan_is_exact_and_says_what_would_fit(run, engine, capsys, monkeypa
     monkeypatch.setattr(files, "free_bytes", lambda _folder: room + 10**9)
     code, summary = run.extract(capsys, engine.port, "--set", "extract.reserve_gb=1")
     assert code == 2 and run.files() == {}
-    for part in (f"take {files.size(planned['bytes'])}", "--limit", "target.max_seq_len", "extract.reserve_gb"):
+    for part in (f"take {text.size(planned['bytes'])}", "--limit", "target.max_seq_len", "extract.reserve_gb"):
         assert part in summary["error"]
     items, _ = worklist.read_items(run.config)
     advised = int(summary["error"].partition("target.max_seq_len ")[2].split(";")[0])

@@ -69,7 +69,7 @@ def test_what_is_finished_has_nothing_to_do_and_the_next_stage_counts(monkeypatc
     done, rows = {"pending": 0, "findings": []}, {"pending": 1200, "bytes": 3 * 2**30, "findings": []}
     lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic=done, _02_hidden_states=rows))
     assert lines[1:3] == [
-        "  01b_synthetic     nothing to do", "  02_hidden_states  1,200 rows to read back (3.00 GiB)"
+        "  01b_synthetic     nothing to do", "  02_hidden_states  1,200 rows to read back (3.22 GB)"
     ]  # fmt: skip
 
 

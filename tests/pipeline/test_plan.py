@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from drafter import config, disk, files, locks
+from drafter import config, disk, locks
 from drafter.errors import ConfigError
 from drafter.pipeline import command, plan, rates, trial
 from drafter.pipeline import run as pipeline
@@ -44,7 +44,7 @@ def test_ten_thousand_rows_on_the_box_are_what_the_team_measured(kimi):
 
 @pytest.mark.parametrize(("rows", "tib"), [(10_000, 2.14), (50_000, 10.7), (100_000, 21.4)])
 def test_states_take_the_known_space(kimi, rows, tib):
-    assert stages(kimi, BOX, rows)[1].bytes / files.TIB == pytest.approx(tib, rel=0.01)
+    assert stages(kimi, BOX, rows)[1].bytes / 2**40 == pytest.approx(tib, rel=0.01)
 
 
 def test_a_row_of_16384_tokens_is_just_under_a_gigabyte(kimi):
@@ -152,12 +152,12 @@ def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monke
     monkeypatch.setattr(plan.files, "free_bytes", lambda _: 3e12)
     now = datetime(2026, 11, 29, 19, 0)
     text = plan.page(kimi, rates.profile(BOX), now, done_by=plan.next_time("09:30", now))
-    # 2.14 TiB less the 40 conversations that are held out
+    # 2.35 TB less the 40 conversations that are held out
     for count in ("5,000", "10,000", "25,000", "50,000"):
         assert f"\n{count} " in text
     assert "9,960 rows on 8x RTX PRO 6000 (PCIe); 40 of 10,000 conversations are held out" in text
     assert "done Mon 08:" in text
-    assert "2.13 TiB" in text and "lacks" in text and "h late" in text
+    assert "2.34 TB" in text and "lacks" in text and "h late" in text
     assert "proposal: 10,000 conversations, max_seq_len 8192, bf16" in text
     assert "8x B300" in text and "USD" in text
     assert "prompts: open-perfectblend, 10,000 conversations of mlabonne/open-perfectblend" in text
@@ -217,7 +217,7 @@ def test_the_default_run_is_what_was_measured(tmp_path, model):
         run, rates.measured_or(run, platform), plan.sizes(run, platform), plan.conversations_asked(run)
     )
     assert extract.tokens == pytest.approx(15_987, rel=0.1)
-    assert extract.bytes / files.GIB == pytest.approx(0.069, rel=0.1)
+    assert extract.bytes / 2**30 == pytest.approx(0.069, rel=0.1)
     assert train.seconds.typical == pytest.approx(76.5, rel=0.1)
     assert generate.seconds.typical == pytest.approx(165, rel=0.1)
     assert export.seconds.typical == pytest.approx(7, rel=0.2)

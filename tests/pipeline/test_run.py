@@ -835,8 +835,8 @@ def test_memory_that_another_program_holds_is_waited_for_aloud_and_never_long_on
     with caplog.at_level("INFO"):
         production_units.Machine(config.load(CPU_CONFIG, [*night.overrides, *gpus])).restore()
     (waits, fault) = caplog.messages
-    assert waits.startswith("waiting for GPU memory, at most 1 s more (GPU 1: 78.1 GiB)")
-    assert "GPU 1: 78.1 GiB), held by process 4242 stranger" in fault and "GPU 0" not in fault
+    assert waits.startswith("waiting for GPU memory, at most 1 s more (GPU 1: 83.89 GB)")
+    assert "GPU 1: 83.89 GB), held by process 4242 stranger" in fault and "GPU 0" not in fault
 
 
 def test_two_pipelines_never_share_a_run(night):

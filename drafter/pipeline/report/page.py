@@ -10,7 +10,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from drafter import checked, disk, errors, files, run_files, stage
+from drafter import checked, disk, errors, files, run_files, stage, text
 from drafter.acceptance.wording import caveats, length, named, recommendation
 from drafter.config import STAGES, Config
 from drafter.errors import ConfigError
@@ -264,9 +264,9 @@ def space(found: RunState) -> str:
         folder = found.config.stage_dir(name)
         if folder.exists():
             planned = found.plan.get(name, {}).get("bytes")
-            body.append([name, _gib(planned), _gib(disk.usage(folder))])
-    free = files.size(files.free_bytes(found.config.run_dir))
-    table = elements.table(["stage", "planned GiB", "GiB"], body) if body else ""
+            body.append([name, _gb(planned), _gb(disk.usage(folder))])
+    free = text.size(files.free_bytes(found.config.run_dir))
+    table = elements.table(["stage", "planned GB", "GB"], body) if body else ""
     return elements.section("Disk", table + f'<p class="soft">{free} free.</p>')
 
 
@@ -293,8 +293,8 @@ def _signed(value: float | None) -> str:
     return "unknown" if value is None else f"{value:+.2f}"
 
 
-def _gib(count: float | None) -> float | None:
-    return None if count is None else round(count / files.GIB, 3)
+def _gb(count: float | None) -> float | None:
+    return None if count is None else round(count / 1e9, 3)
 
 
 def _rates(progressed: list[dict]) -> tuple[list[tuple[float, float]], str]:

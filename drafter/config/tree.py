@@ -6,12 +6,13 @@ from typing import Any
 
 import yaml
 
-from drafter import strict_yaml, user_files
-from drafter.config_types import in_home
+from drafter import user_files
+from drafter.config import strict_yaml
+from drafter.config.fields import in_home
 from drafter.errors import ConfigError
 
 
-def read(path: str | Path, overrides: Sequence[str], root: Path) -> dict[str, Any]:
+def read_tree(path: str | Path, overrides: Sequence[str], root: Path) -> dict[str, Any]:
     """Values of overrides are YAML; `@FILE`, from `root`, takes them from a file. Raises ConfigError, one line."""
     try:
         tree = strict_yaml.load(user_files.read_text(Path(path)))

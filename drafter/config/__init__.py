@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationError, model_validator
 
-from drafter import config_tree, strict_yaml
-from drafter.config_servers import Server, Servers
-from drafter.config_types import (
+from drafter.config import strict_yaml
+from drafter.config.fields import (
     MAX_COUNT,
     Beta,
     DraftTokens,
@@ -36,10 +35,12 @@ from drafter.config_types import (
     Temperature,
     in_home,
 )
+from drafter.config.servers import Server, Servers
+from drafter.config.tree import read_tree
 from drafter.errors import ConfigError
-from drafter.target.model_folder import Architecture, read_added_tokens, read_architecture
+from drafter.model_folder import Architecture, read_added_tokens, read_architecture
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 STAGES = ("01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance")
 StageName = Literal["01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance"]
@@ -168,14 +169,12 @@ class Extract(Section):
     tokens_per_request: PositiveInt = Field(
         4096, description="short rows share a request up to this many tokens; a longer row goes alone"
     )
-    reserve_gb: NonNegativeFloat = Field(
-        50, description="disk that stays free, in units of 10^9 bytes (50 are 46.57 GiB)"
-    )
+    reserve_gb: NonNegativeFloat = Field(50, description="disk that stays free, in GB")
     probe_rows: PositiveInt = Field(4, description="rows of a probe, compared with the target's own head")
     rows_per_shard: PositiveInt = Field(1000, description="rows between two probes")
     writer_threads: Parallel = Field(8, description="threads of the server that write files")
     queue_gb: PositiveFloat = Field(
-        4, description="states that wait for the disk before decoding is slowed down, in units of 10^9 bytes"
+        4, description="states that wait for the disk before decoding is slowed down, in GB"
     )
     neighbour_ids: bool = Field(False, description="the server also captures ids + 1, stored for probe rows only")
     max_failure_share: Share = Field(0.02, description="of the rows; more that fail end the stage")
@@ -342,7 +341,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         path = in_home(str(path))
     except ValueError as error:
         raise ConfigError(f"--config: {error}") from None
-    tree = config_tree.read(path, overrides, ROOT)
+    tree = read_tree(path, overrides, ROOT)
     try:
         loaded = _rooted(Config.model_validate(tree))
         loaded.servers.keep_secrets(overrides)
@@ -388,9 +387,3 @@ def _rooted(value):
     if isinstance(value, dict):
         return {key: _rooted(item) for key, item in value.items()}
     return value
-
-
-if __name__ == "__main__":
-    from drafter.config_reference import main
-
-    raise SystemExit(main())

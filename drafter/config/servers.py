@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_validator, model_validator
 
-from drafter.config_types import LocalPath, Minutes, NonBlankStrings, NonNegativeInt, PositiveFloat, Section, in_home
+from drafter.config.fields import LocalPath, Minutes, NonBlankStrings, NonNegativeInt, PositiveFloat, Section, in_home
 from drafter.errors import ConfigError
 
 # Of vLLM's flags those that other settings give, and those that would show a secret to everyone on the machine.

@@ -14,7 +14,7 @@ from drafter.errors import ConfigError
 
 CONFIG = "config.json"
 DEFAULT_MODEL = (
-    Path(__file__).resolve().parents[2] / "models/SmolLM2-135M-Instruct"
+    Path(__file__).resolve().parents[1] / "models/SmolLM2-135M-Instruct"
 )  # made by drafter.target.default_model
 
 Size = Annotated[int, Field(gt=0, le=2**31)]
