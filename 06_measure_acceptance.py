@@ -10,7 +10,6 @@ import sys
 from drafter import stage
 from drafter.acceptance import model_card
 from drafter.acceptance import stage as acceptance
-from drafter.export import stage as export
 
 
 def body(this: stage.Stage) -> dict:
@@ -18,8 +17,7 @@ def body(this: stage.Stage) -> dict:
         return acceptance.dry_run(this)
     this.lock("05_export", "01b_synthetic")
     summary = acceptance.run(this)
-    if export.drafter_folder(this.config).exists():
-        model_card.write_card(this.config)
+    model_card.write_card(this.config)
     return summary
 
 

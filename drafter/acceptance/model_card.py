@@ -16,8 +16,13 @@ NAME = "README.md"
 
 
 def write_card(config: Config) -> None:
-    """Write the card beside the exported weights, from the manifests of the run as they are now."""
+    """Write the card beside the exported weights, from the manifests of the run as they are now.
+
+    An export that is taken from another run keeps the card of that run; without an export there is none.
+    """
     folder, trained = export.drafter_folder(config), _settings(config, "04_train")
+    if "05_export" in config.run.take or not folder.exists():
+        return
     exported = read_manifest(config.stage_dir("05_export")) or {"facts": {}}
     sections = [
         _head(config),

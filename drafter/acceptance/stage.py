@@ -124,6 +124,7 @@ def list_units(config: Config, drafters: dict[str, Path | None], sets: PromptSet
                 question |= {
                     "sampling": chat.sampling(sampling, "0" * 7),
                     "kwargs": config.target.chat_template_kwargs,
+                    "engine": smoke_record.engine(config),
                 }
                 key = contracts.content_id(question | facts)
                 units.setdefault(key, Measurement(label, name, **facts, key=key))

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
+from drafter import contracts
 from drafter.config import Server
 from drafter.errors import ResumableError, RowError
 from drafter.serve.client import open_session, request_headers
@@ -35,16 +36,23 @@ class Counters:
     accepted_per_position: list[int] = field(default_factory=list)
 
     def since(self, earlier: "Counters") -> "Counters":
-        """Raises ResumableError when these are not later counters of the same engine."""
+        """Raises ResumableError when these are not later counters of the same engine, or contradict each other."""
         before = earlier.accepted_per_position or [0] * len(self.accepted_per_position)
         if len(before) != len(self.accepted_per_position):
             raise ResumableError("the engine's counters changed their form: its server was replaced; run again")
-        return Counters(
+        result = Counters(
             self.drafts - earlier.drafts,
             self.draft_tokens - earlier.draft_tokens,
             self.accepted - earlier.accepted,
             [now - then for now, then in zip(self.accepted_per_position, before, strict=True)],
         )
+        counts = (result.drafts, result.draft_tokens, result.accepted, *result.accepted_per_position)
+        if min(counts) < 0 or result.accepted > result.drafts * len(before):
+            raise ResumableError(
+                f"the engine's counters are no later ones of the same engine ({result}): its server was replaced or "
+                "started again; run the same command again"
+            )
+        return result
 
 
 @dataclass(slots=True)
@@ -201,6 +209,9 @@ async def _stream(session: aiohttp.ClientSession, url: str, conv_id: str, body: 
             first = first or time.monotonic() - started
             token_ids += event.token_ids
             chunks.append(len(event.token_ids))
+    if finish_reason not in contracts.FINISH_REASONS[:3]:
+        why = f"with finish_reason {finish_reason[:40]!r}" if finish_reason else "before its completion did"
+        raise ResumableError(f"a stream from {url} ended {why}; run the same command again")
     if not token_ids or not prompt_ids:
         raise RowError("empty_completion", "a reply without token ids")
     thinks = think_end is not None and prompt_ids[-1] != think_end

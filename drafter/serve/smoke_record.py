@@ -45,9 +45,13 @@ def read_all(config: Config) -> dict[str, Any]:
 
 def key(config: Config) -> str:
     """What decides how the warm start is served: its content, the target's, the engine and its arguments."""
+    return contracts.content_id([*_models(config), *engine(config)])
+
+
+def engine(config: Config) -> list[Any]:
+    """What serves a drafter: interpreter, arguments, the versions of vLLM."""
     own, known = config.servers.evaluate, versions()
-    engine = [own.python, own.args, *(known.get(name) for name in eagle3_folder.ENGINES)]
-    return contracts.content_id([*_models(config), *engine])
+    return [own.python, own.args, *(known.get(name) for name in eagle3_folder.ENGINES)]
 
 
 def record(config: Config, decoded: Decoded, length: float) -> None:

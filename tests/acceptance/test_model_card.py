@@ -81,3 +81,17 @@ def test_a_card_names_the_sources_of_the_run_that_its_stages_were_taken_from(tar
     assert "rows answered: 70" in found and "rows read back: 71" in found
     assert ("learning rate: 0.5" in found) == ("04_train" in taken)
     assert "law" in text(make_run(tmp_path / "second", target, f"prompts={json.dumps(sources[1:])}", "run.name=own"))
+
+
+def test_an_export_taken_from_another_run_keeps_that_runs_card(target, tmp_path):
+    """06 wrote its own results into the card of the run that it had taken the drafter from."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    first = make_run(tmp_path / "first", target)
+    before = text(first)
+    warm = tmp_path / "first/warm/model"
+    take = f"run.take={{05_export: {first.stage_dir('05_export')}}}"
+    second = config.load(captured.write_config(tmp_path / "second", target, warm), ["run.name=second", take])
+    assert export.drafter_folder(second) == export.drafter_folder(first)
+    model_card.write_card(second)
+    assert (export.drafter_folder(first) / model_card.NAME).read_text() == before

@@ -122,8 +122,8 @@ def drafter(model, tmp_path) -> Path:
     return make_drafter(model, tmp_path / "random", draft_vocab_size=4096)
 
 
-def test_a_unit_is_known_by_everything_it_depends_on(tmp_path, drafter):
-    """Another temperature, draft length, token limit, prompt or weight is another measurement."""
+def test_a_unit_is_known_by_everything_it_depends_on(tmp_path, drafter, monkeypatch):
+    """Another temperature, draft length, token limit, prompt, weight or server is another measurement."""
     run = make_run(tmp_path, drafter)
     drafters = acceptance.find_drafters(run)
 
@@ -138,8 +138,12 @@ def test_a_unit_is_known_by_everything_it_depends_on(tmp_path, drafter):
         "acceptance.max_tokens=25",
         "generate.top_p=0.9",
         f"acceptance.max_prompts={PROMPTS - 1}",
+        "servers.evaluate.args.dtype=bfloat16",
     ):
         assert base.isdisjoint(keys(make_run(tmp_path, drafter, change))), change
+    with monkeypatch.context() as other_engine:
+        other_engine.setattr(smoke_record, "versions", lambda: {"vllm": "0.0.1"})
+        assert base.isdisjoint(keys(run)), "speeds of two engines are never compared with each other"
     longer = {
         u.key
         for u in units(make_run(tmp_path, drafter, "acceptance.cells=[{temperature: 0, num_speculative_tokens: 4}]"))

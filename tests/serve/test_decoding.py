@@ -270,3 +270,41 @@ def test_counters_of_another_engine_are_not_subtracted():
     """Seam L6: the server was replaced between two looks."""
     with pytest.raises(ResumableError, match="its server was replaced"):
         Counters(1, 1, 1, [1]).since(Counters(1, 1, 1, [1, 2]))
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        Counters(3, 9, 2, [2, 0, 0]),  # started again: it has counted less
+        Counters(12, 36, 4, [4, 0, 0]),  # one of them fell
+        Counters(11, 33, 9, [7, 1, 1]),  # more accepted than one draft can hold
+    ],
+)
+def test_counters_that_fell_or_contradict_each_other_end_the_unit_resumably(later):
+    """An engine that was started again between two looks gave negative drafts, and a length from them."""
+    with pytest.raises(ResumableError, match="started again"):
+        later.since(Counters(10, 30, 5, [5, 0, 0]))
+
+
+@pytest.mark.parametrize("last", [None, "abort", "error"])
+def test_a_stream_without_the_end_of_its_completion_is_never_a_reply(last):
+    """A proxy that closed the stream in order in the middle made a short reply, which was measured."""
+
+    class Ending(Engine):
+        async def _send(self, response, event):
+            choice = event["choices"][0]
+            await super()._send(response, event | {"choices": [choice | {"finish_reason": last}]})
+
+    with pytest.raises(ResumableError, match="run the same command again"):
+        decode(Ending([1, 2, 3]), ["a"])
+
+
+def test_a_reply_of_200_that_is_no_stream_ends_the_unit_resumably():
+    """An error in the body of a 200 was counted as a prompt that the server refuses."""
+
+    class Failing(Engine):
+        async def chat(self, request):
+            return web.json_response({"error": {"message": "no healthy upstream"}})
+
+    with pytest.raises(ResumableError, match="ended before its completion"):
+        decode(Failing([1, 2]), ["a"])
