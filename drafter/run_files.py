@@ -95,7 +95,13 @@ class Resolved(TypedDict):
 Plan = OPEN(TypedDict("Plan", dict.fromkeys(STAGES, Planned), total=False))  # plan.json
 
 
+class Generation(TypedDict, total=False):
+    kv_cache_tokens: Count
+    preemptions: Count
+
+
 class Facts(TypedDict, total=False):
+    generation: Generation  # of 01b
     steps: Count  # of 04
     deadline: Moment  # of 01b, when it ended by it with requests left
     requests: Count  # of 01b, that it had then

@@ -133,6 +133,7 @@ class FakeServer:
         self.script = script or (lambda call: None)
         self.calls: list[Call] = []
         self.alive = True
+        self.metrics: Callable[[], str] | None = None  # the text of /metrics; None: it has none
         self.in_flight = self.peak_in_flight = self.hung_up = 0
         self._port = port
         self._numbers: Counter[str] = Counter()
@@ -231,6 +232,8 @@ class FakeServer:
             return Reply({"data": [{"id": MODEL, "max_model_len": CONTEXT}]})
         if call.path == "/v1/completions":
             return Reply({"choices": [{"token_ids": [97], "text": "a"}]})
+        if call.path == "/metrics" and self.metrics:
+            return Reply(self.metrics().encode())
         if call.path == "/tokenize":
             return Reply(_tokenize(call.body))
         return Reply(error_body(f"no {call.path}", 404), 404)

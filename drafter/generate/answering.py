@@ -13,9 +13,10 @@ from drafter.contracts import Row
 from drafter.errors import ConfigError, ContractError, RowError
 from drafter.generate import chat, prompts, replay, rows
 from drafter.generate.prompts import Request, Requests
+from drafter.generate.server_load import ServerLoad
 from drafter.progress import RECORDS, Progress
 from drafter.serve.client import Client
-from drafter.stage import Stage
+from drafter.stage import Stage, say
 
 BUDGETED_REASONS = frozenset(
     {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
@@ -66,6 +67,7 @@ class Generation:
 
     def __init__(self, stage: Stage, work: Work, client: Client, context: int, deadline: float | None):
         self.config, self.counts, self.client = stage.config, stage.counts, client
+        self.load = ServerLoad(client)
         self.settings = stage.config.generate
         self.requests, self.context, self.deadline = work.requests, context, deadline
         self.folder = stage.folder
@@ -90,13 +92,18 @@ class Generation:
 
     async def run(self) -> None:
         """Raises ContractError when the failure budget is spent, ConfigError when reasoning never arrives."""
+        await self.load.look()
+        if room := self.load.room(self.settings):
+            say("%s", room)
         workers = [asyncio.create_task(self._worker()) for _ in range(self.settings.concurrency)]
+        looking = asyncio.create_task(self.load.keep_looking())
         try:
             self._ends = await asyncio.gather(*workers)
+            await self.load.look()
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            for task in (*workers, looking):
+                task.cancel()
+            await asyncio.gather(*workers, looking, return_exceptions=True)
             self.store.close()
             self.rejected.close()
             self.progress.close()
@@ -263,6 +270,7 @@ class Generation:
         return {
             "tok/s": round(self.tokens / seconds),
             "in_flight": self.client.in_flight,
+            **self.load.status(),
             **({"failed": failures} if failures else {}),
         }
 
@@ -281,6 +289,7 @@ class Generation:
             "abandoned_requests": self.client.abandoned,
             "misparsed": dict(self._misparsed),
             "outages": self.client.outages,
+            **self.load.facts(),
             "tail_seconds": round(max(ends) - min(ends), 3),
             "tail_idle_share": round(idle / (self.settings.concurrency * seconds), 4),
         }

@@ -15,6 +15,7 @@ from drafter.cli import next_time
 from drafter.config import Config, Source
 from drafter.errors import ConfigError
 from drafter.generate import sources
+from drafter.pipeline import kv_room
 from drafter.pipeline.deadline import resolve
 from drafter.pipeline.estimates import (
     TRIAL,
@@ -36,10 +37,10 @@ from drafter.pipeline.rates import (
     Rates,
     default_profile,
     measured_or,
-    of_profile,
     other_machine,
     profile,
     profiles,
+    with_kv_room,
 )
 from drafter.text import size, table
 
@@ -181,6 +182,9 @@ def page(
         lines.append(
             f"  {name}: {rate.typical:,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}), {known.sources[name]}"
         )
+    generation = next(part for part in parts if part.stage == "01b_synthetic")
+    if "generate" not in known.measured:
+        lines += kv_room.lines(config, platform, generation.seconds)
     lines.append(
         f"  evaluate: {known.evaluate.typical:,.2f} prompts/s ({known.evaluate.low:,.2f} to "
         f"{known.evaluate.high:,.2f}), {known.sources['evaluate']}"
@@ -273,7 +277,7 @@ def _platforms(config: Config, asked: int) -> list[str]:
     for other in map(profile, profiles()):
         if other.model["hidden_size"] != here.model["hidden_size"]:
             continue
-        generate, extract, train = estimate(config, of_profile(config, other), sizes(config, other), asked)[
+        generate, extract, train = estimate(config, with_kv_room(config, other), sizes(config, other), asked)[
             :3
         ]  # without a trial
         made = generate.seconds + extract.start_seconds + extract.seconds + train.seconds

@@ -5,39 +5,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-
-import yaml
 
 from drafter import checked, model_folder, run_files, stage
-from drafter.config import ROOT, Config
+from drafter.config import Config
 from drafter.errors import ConfigError, StageError
+from drafter.pipeline import kv_room
+from drafter.pipeline.profiles import LARGE_MODEL, Profile, Range, mean_when_cut, profile, profiles
 from drafter.serve import gpu
-
-PROFILES = ROOT / "configs/profiles"
-LARGE_MODEL = 4096  # hidden size above which profiles of Kimi-K2.5 are nearer than those of SmolLM2
-
-
-@dataclass(frozen=True)
-class Range:
-    low: float
-    typical: float
-    high: float
-
-    @classmethod
-    def point(cls, value: float) -> "Range":
-        return cls(value, value, value)
-
-    def __add__(self, other: "Range") -> "Range":
-        return Range(self.low + other.low, self.typical + other.typical, self.high + other.high)
-
-    def __mul__(self, factor: float) -> "Range":
-        return Range(self.low * factor, self.typical * factor, self.high * factor)
-
-    def over(self, rate: "Range") -> "Range":
-        """Time for this much at that rate: low at the high rate."""
-        return Range(self.low / rate.high, self.typical / rate.typical, self.high / rate.low)
-
 
 EXPORT_SECONDS = Range(3, 7, 20)  # imports, and the logits of two rows
 EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # of 6 a parameter: fp32 is read, bf16 written
@@ -45,43 +19,6 @@ EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # of 6 a parameter: fp32 is read,
 
 # Rates that a profile gives where nothing was measured; the others follow from these.
 OF_PROFILE = frozenset({"generate", "extract", "train", "answer_tokens", "row_tokens"})
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A platform, from a file in `configs/profiles`. Rates are Ranges."""
-
-    title: str
-    model: dict
-    answer_tokens: Range  # mean, where nothing is cut
-    start_minutes: Range
-    generate_tokens_per_s: Range
-    extract_tokens_per_s: Range
-    train_tokens_per_s: Range
-    usd_per_hour: Range = Range(0, 0, 0)
-    prompt_tokens: float = 0
-    gpu: str = ""  # in the name that nvidia-smi shows; without: a CPU
-    gpus: int = 0
-
-    def is_of(self, large: bool, gpus: list[str]) -> bool:
-        """Whether it was measured with a model of this size on a machine with such GPUs."""
-        if large != (self.model["hidden_size"] > LARGE_MODEL):
-            return False
-        return sum(self.gpu in name for name in gpus) >= self.gpus if self.gpu else not gpus
-
-
-def profiles() -> list[str]:
-    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
-
-
-@cache
-def profile(name: str) -> Profile:
-    """Raises ConfigError naming the profiles there are."""
-    path = PROFILES / f"{name}.yaml"
-    if name not in profiles():
-        raise ConfigError(f"no profile {name}: choose from {', '.join(profiles())}")
-    fields = yaml.safe_load(path.read_text())
-    return Profile(**{key: Range(*value) if isinstance(value, list) else value for key, value in fields.items()})
 
 
 @dataclass(frozen=True)
@@ -119,6 +56,18 @@ def of_profile(config: Config, platform: Profile) -> Rates:
     )
 
 
+def with_kv_room(config: Config, platform: Profile) -> Rates:
+    """The platform's figures, 01b's as its server's KV cache leaves it."""
+    rates = of_profile(config, platform)
+    room = kv_room.of(config, platform)
+    if room is None or room.rate == 1:
+        return rates
+    source = f"{rates.sources['generate']}, {room.rate:.2f} of it by the KV cache"
+    return dataclasses.replace(
+        rates, generate=rates.generate * room.rate, sources=rates.sources | {"generate": source}
+    )
+
+
 def _answer(platform: Profile, cut_at: float) -> Range:
     return Range(*(mean_when_cut(mean, cut_at) for mean in dataclasses.astuple(platform.answer_tokens)))
 
@@ -138,21 +87,17 @@ def in_flight(rate: Range, share: float) -> Range:
     return Range(rate.low * min(1, share), rate.typical * math.sqrt(share), rate.high * max(1, share))
 
 
-def mean_when_cut(mean: float, cut_at: float) -> float:
-    """Mean length of answers that are cut there: as measured, their lengths fall off exponentially."""
-    return mean * (1 - math.exp(-cut_at / mean))
-
-
 def measured_or(config: Config, platform: Profile) -> Rates:
     """Measured where an earlier run of the same target on this machine left a manifest, else the platform's."""
-    rates = dataclasses.replace(of_profile(config, platform), trial=_to_be_tried(config))
+    rates = dataclasses.replace(with_kv_room(config, platform), trial=_to_be_tried(config))
     measured = _measured(config)
     for name, (value, run) in measured.items():
         spread = Range(0.8 * value, value, 1.25 * value)
         rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
     rates = dataclasses.replace(rates, measured=frozenset(measured))
     if "evaluate" not in rates.measured:
-        rates = dataclasses.replace(rates, evaluate=_evaluate(config, platform, rates.generate))
+        ample = rates.generate if "generate" in rates.measured else platform.generate_tokens_per_s
+        rates = dataclasses.replace(rates, evaluate=_evaluate(config, platform, ample))
     return rates
 
 

@@ -3,12 +3,11 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from drafter.config import Config
+from drafter.serve import unit_file
 from drafter.serve.vllm_command import captured_layer_ids
 
-UNIT_FOLDERS = tuple(map(Path, ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system")))
 CAPTURED = re.compile(r'"eagle_aux_hidden_state_layer_ids":\s*(\[[\d,\s]*\])')
 
 
@@ -26,18 +25,7 @@ def findings(config: Config) -> Iterator[str]:
 
 
 def named_layers(unit: str) -> list[int]:
-    """Layer ids in the unit's file, or in the last of its drop-ins that names some; empty where none does."""
-    found: list[int] = []
-    name = unit if unit.endswith(".service") else f"{unit}.service"
-    for folder in UNIT_FOLDERS:
-        if (folder / name).is_file():
-            files = [folder / name, *sorted(path for at in UNIT_FOLDERS for path in at.glob(f"{name}.d/*.conf"))]
-            for path in files:
-                try:
-                    text = path.read_text(errors="replace").replace("\\\n", " ")
-                except OSError:
-                    continue
-                if ids := CAPTURED.findall(text):
-                    found = json.loads(ids[-1])
-            break
-    return found
+    """Layer ids in the unit's command line; empty where it names none."""
+    found = unit_file.read(unit)
+    ids = CAPTURED.findall(" ".join(found.command)) if found else []
+    return json.loads(ids[-1]) if ids else []

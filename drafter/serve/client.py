@@ -132,6 +132,12 @@ class Client:
         """As `post`; an empty reply is `{}`."""
         return await self._persist("get", path, None, timeout)
 
+    async def metrics(self) -> str:
+        """The server's /metrics, asked for once; empty where it gives none."""
+        with contextlib.suppress(AttemptError, StatusError):
+            return (await self._send("get", "/metrics", None, PROBE_TIMEOUT)).decode(errors="replace")
+        return ""
+
     async def _persist(self, method: str, path: str, body: dict | None, timeout: float) -> dict:
         me = object()  # unlike an id, it cannot come again while it is in the set
         spent, busy_since = 0, None

@@ -1139,6 +1139,7 @@ def test_reasoning_of_a_served_kimi_is_captured_token_by_token(kimi):
     assert len(thought) > 3
     assert any(record["reasoning"] for record in thought)
     assert kimi.manifest["facts"]["rows"]["all"]["reasoning_share"] > 0
+    assert kimi.manifest["facts"]["generation"]["kv_cache_tokens"] >= 2000, "the server's own figure"
 
 
 @pytest.mark.vllm

@@ -10,7 +10,7 @@ import pytest
 
 from drafter import config, disk, locks
 from drafter.errors import ConfigError
-from drafter.pipeline import command, plan, rates, trial
+from drafter.pipeline import command, kv_room, plan, rates, trial
 from drafter.pipeline import run as pipeline
 from tests.conftest import CPU_CONFIG
 
@@ -151,12 +151,12 @@ def test_a_probe_never_takes_the_machine_from_its_own_run(tmp_path, model):
 def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monkeypatch):
     monkeypatch.setattr(plan.files, "free_bytes", lambda _: 3e12)
     now = datetime(2026, 11, 29, 19, 0)
-    text = plan.page(kimi, rates.profile(BOX), now, done_by=plan.next_time("09:30", now))
+    text = plan.page(kimi, rates.profile(BOX), now, done_by=plan.next_time("10:30", now))
     # 2.35 TB less the 40 conversations that are held out
     for count in ("5,000", "10,000", "25,000", "50,000"):
         assert f"\n{count} " in text
     assert "9,960 rows on 8x RTX PRO 6000 (PCIe); 40 of 10,000 conversations are held out" in text
-    assert "done Mon 08:" in text
+    assert "done Mon 09:" in text
     assert "2.34 TB" in text and "lacks" in text and "h late" in text
     assert "proposal: 10,000 conversations, max_seq_len 8192, bf16" in text
     assert "8x B300" in text and "USD" in text
@@ -202,11 +202,12 @@ def test_a_deadline_is_the_next_such_hour(kimi):
 def test_a_deadline_is_what_it_is_in_the_run_the_end_of_01b(kimi):
     now = datetime(2026, 11, 29, 19, 0)
     text = plan.page(kimi, rates.profile(BOX), now, deadline=plan.next_time("01:00", now))
-    rows = round((6 * HOUR - 2 * 22 * 60) * 2100 / 4096)
+    rate = 2100 * kv_room.of(kimi, rates.profile(BOX)).rate
+    rows = round((6 * HOUR - 2 * 22 * 60) * rate / rates.of_profile(kimi, rates.profile(BOX)).answer_tokens.typical)
     assert f"{rows:,} rows on 8x RTX PRO 6000 (PCIe), of 9,960 those answered by 01:00" in text
     assert f"deadline Mon 01:00: 01b stops there with about {rows:,} of 9,960 rows" in text
     early = plan.page(kimi, rates.profile(BOX), now, deadline=plan.next_time("07:00", now))
-    assert "deadline Mon 07:00: 01b has all 9,960 rows before it, at about Mon 01:" in early
+    assert "deadline Mon 07:00: 01b has all 9,960 rows before it, at about Mon 02:" in early
 
 
 def test_the_default_run_is_what_was_measured(tmp_path, model):

@@ -18,7 +18,7 @@ import pytest
 from drafter import config
 from drafter.errors import ConfigError
 from drafter.pipeline import engine_check, preflight, sharing
-from drafter.serve import smoke_record, systemd
+from drafter.serve import smoke_record, systemd, unit_file
 from tests.conftest import CPU_CONFIG, free_port
 from tests.serve.test_roles import SCRIPTS, machine  # noqa: F401 - a fixture
 
@@ -467,7 +467,7 @@ def test_a_unit_that_captures_too_few_layers_is_found_before_it_is_started(monke
     etc, usr = tmp_path / "etc", tmp_path / "usr"
     for folder in (etc, usr):
         folder.mkdir()
-    monkeypatch.setattr(unit_layers, "UNIT_FOLDERS", (etc, usr))
+    monkeypatch.setattr(unit_file, "UNIT_FOLDERS", (etc, usr))
     kimi = SimpleNamespace(
         servers=SimpleNamespace(extract=SimpleNamespace(kind="systemd", unit="vllm-kimi-k25-extract")),
         target=SimpleNamespace(layer_ids=(2, 30, 58, 61), aux_layer_ids=(2, 30, 58)),

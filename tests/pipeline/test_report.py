@@ -127,6 +127,16 @@ def test_without_anything_to_compare_with_nothing_is_recommended(finished):
     assert "No baseline was measured, so nothing is recommended." in text and "ecommended to serve" not in text
 
 
+def test_what_the_server_of_01b_computed_twice_is_said(finished):
+    assert "preempted" not in report.write(finished).read_text()
+    path = finished.run_dir / "01b_synthetic/manifest.json"
+    facts = {"generation": {"preemptions": 1065, "kv_cache_tokens": 190_000}}
+    write(path, json.loads(path.read_text()) | {"facts": facts})
+    assert "preempted requests 1,065 times and computed them again: its KV cache of 190,000 tokens" in (
+        report.write(finished).read_text()
+    )
+
+
 def test_the_length_that_training_expected_stands_beside_the_served_one(finished):
     """Seam F6: 1.30 expected and 1.02 served stood in two files, and no page showed both."""
     path = finished.run_dir / "06_acceptance/acceptance.json"

@@ -254,7 +254,20 @@ def rows(found: RunState) -> str:
     return elements.section(
         "Rows",
         elements.table(["stage", "in", "out", *apart, "rejected", "pending"], body)
-        + "".join(elements.table([what, "source", "reason", "rows"], each) for what, each in reasons.items() if each),
+        + "".join(elements.table([what, "source", "reason", "rows"], each) for what, each in reasons.items() if each)
+        + _preempted(found),
+    )
+
+
+def _preempted(found: RunState) -> str:
+    """What the server of 01b computed twice."""
+    generation = found.manifest("01b_synthetic").get("facts", {}).get("generation", {})
+    count, tokens = generation.get("preemptions"), generation.get("kv_cache_tokens", 0)
+    if not count:
+        return ""
+    return (
+        f"<p>The server of 01b preempted requests {count:,} times and computed them again: its KV cache of "
+        f"{tokens:,} tokens does not hold generate.concurrency requests (see docs/operations.md).</p>"
     )
 
 

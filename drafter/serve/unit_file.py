@@ -1,0 +1,100 @@
+"""What a systemd unit starts, as its files say: vLLM's flags and its environment."""
+
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drafter.config import ROOT, Server
+
+UNIT_FOLDERS = tuple(map(Path, ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system")))
+SHIPPED = ROOT / "configs/systemd"
+
+
+@dataclass
+class UnitFile:
+    """`flags` without dashes, as text, True for a bare one; empty where the unit starts a script of its own."""
+
+    path: Path
+    command: list[str] = field(default_factory=list)
+    flags: dict[str, str | bool] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    unread: list[Path] = field(default_factory=list)  # files, of the unit or of its environment
+
+
+def read(unit: str) -> UnitFile | None:
+    """The unit's file and its drop-ins, later ones over earlier ones; None where it is not installed."""
+    name = unit if unit.endswith(".service") else f"{unit}.service"
+    path = next((folder / name for folder in UNIT_FOLDERS if (folder / name).is_file()), None)
+    return path and _read([path, *sorted(each for at in UNIT_FOLDERS for each in at.glob(f"{name}.d/*.conf"))])
+
+
+def shipped(unit: str) -> UnitFile | None:
+    """The project's own unit of that name."""
+    path = SHIPPED / f"{unit}.service"
+    return _read([path]) if path.is_file() else None
+
+
+def flags_of(server: Server) -> dict[str, object] | None:
+    """vLLM's flags of a role: a command's from the config, a unit's from its files; None where they are unknown."""
+    if server.kind == "command":
+        return dict(server.flags)
+    found = read(server.unit) or shipped(server.unit) if server.kind == "systemd" else None
+    return dict(found.flags) if found and found.flags else None
+
+
+def _read(paths: list[Path]) -> UnitFile:
+    found = UnitFile(paths[0])
+    for path in paths:
+        try:
+            text = path.read_text(errors="replace")
+        except OSError:
+            found.unread.append(path)
+            continue
+        for key, value in _settings(text):
+            if key == "ExecStart":  # an empty one in a drop-in takes the earlier one back
+                found.command = _words(value)
+            elif key == "Environment":
+                found.environment |= _assignments(_words(value))
+            elif key == "EnvironmentFile":
+                _read_environment(Path(value.removeprefix("-")), found)
+    found.flags = _flags(found.command)
+    return found
+
+
+def _settings(text: str) -> list[tuple[str, str]]:
+    lines = (line.strip() for line in text.replace("\\\n", " ").splitlines())
+    pairs = (line.partition("=") for line in lines if line[:1] not in ("#", ";") and "=" in line)
+    return [(key.strip(), value.strip()) for key, _, value in pairs]
+
+
+def _words(value: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError:  # an open quote
+        return value.split()
+
+
+def _assignments(words: list[str]) -> dict[str, str]:
+    return {name: value for name, sign, value in (word.partition("=") for word in words) if sign}
+
+
+def _read_environment(path: Path, found: UnitFile) -> None:
+    try:
+        with suppress(FileNotFoundError):
+            found.environment |= _assignments([" ".join(_words(line)) for line in path.read_text().splitlines()])
+    except (OSError, UnicodeDecodeError):
+        found.unread.append(path)
+
+
+def _flags(command: list[str]) -> dict[str, str | bool]:
+    found: dict[str, str | bool] = {}
+    flag = ""
+    for word in command:
+        if word.startswith("--"):
+            flag, sign, value = word[2:].partition("=")
+            flag = flag.replace("_", "-")
+            found[flag] = value if sign else True
+        elif flag:
+            found[flag] = word if found[flag] is True else f"{found[flag]} {word}"
+    return found
