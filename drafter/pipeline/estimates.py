@@ -1,5 +1,6 @@
 """How long each stage takes and how large its output is: what follows from the config and the rates alone."""
 
+import math
 from dataclasses import astuple, dataclass
 
 from drafter.config import Config, Source
@@ -9,6 +10,7 @@ from drafter.pipeline.rates import Profile, Range, Rates, in_flight
 
 TRIAL = "warm start's trial"
 ROW_BYTES_PER_TOKEN = 11  # a 01b row: ids as JSON and the text once
+FORWARD_SHARE = 1 / 3  # of a training step's work: a validation has no backward pass
 STATE_BYTES_PER_PARAMETER = 12  # fp32 master and two moments, of each kept checkpoint
 
 
@@ -72,7 +74,7 @@ def estimate(config: Config, known: Rates, size: Sizes, conversations: int) -> l
         ),
         Estimate(
             "04_train",
-            trained.over(known.train),
+            _training(config, known, size, trained, read * train.validation_share),
             none,
             trained.typical,
             (train.keep_checkpoints + 1) * checkpoint,
@@ -81,6 +83,30 @@ def estimate(config: Config, known: Rates, size: Sizes, conversations: int) -> l
         _acceptance(config, known),
     ]
     return [Estimate(p.stage, none, none, 0, 0) if p.stage in config.run.take else p for p in parts]
+
+
+def num_validations(config: Config, trained: float) -> int:
+    """Of so many trained tokens; what is saved is validated, too, and the warm start before the first step."""
+    train = config.train
+    steps = max(1, round(trained / (train.tokens_per_step or config.target.max_seq_len * train.processes)))
+    steps = min(steps, train.max_steps or steps)
+    both = math.lcm(train.validate_every, train.save_every)
+    return 1 + steps // train.validate_every + steps // train.save_every - steps // both
+
+
+def bytes_read(config: Config, size: Sizes, trained: Range, validated: Range) -> Range:
+    """Of hidden states by 04: those of each epoch and of each validation."""
+    tokens = trained + validated * num_validations(config, trained.typical)
+    return tokens * size.state_bytes_per_token
+
+
+def _training(config: Config, known: Rates, size: Sizes, trained: Range, validated: Range) -> Range:
+    """Seconds of 04: of its steps and validations, or of the disk that feeds them where that is slower."""
+    if not known.train_steps_only:
+        return trained.over(known.train)
+    work = (trained + validated * (FORWARD_SHARE * num_validations(config, trained.typical))).over(known.train)
+    reading = bytes_read(config, size, trained, validated) * (1 / known.disk if known.disk else 0)
+    return Range(*map(max, astuple(work), astuple(reading)))
 
 
 def _acceptance(config: Config, known: Rates) -> Estimate:

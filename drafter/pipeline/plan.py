@@ -21,6 +21,7 @@ from drafter.pipeline.estimates import (
     TRIAL,
     Estimate,
     Sizes,
+    bytes_read,
     conversations_asked,
     conversations_held,
     estimate,
@@ -44,7 +45,7 @@ from drafter.pipeline.rates import (
 )
 from drafter.text import size, table
 
-COUNTS = (5_000, 10_000, 25_000, 50_000)
+COUNTS = (5_000, 10_000, 25_000, 50_000, 100_000)
 LINK_GBIT = 5
 
 
@@ -171,7 +172,8 @@ def page(
         "",
         table([["stage", "work", "server starts", "tokens", "disk"], *body]),
         "",
-        f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}",
+        f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}"
+        + _of_production(config, known, now, total),
         *_of_a_deadline(parts, now, deadline, answered, rows),
         *_of_the_trial(config, parts),
         f"prompts: {'; '.join(map(_of_a_source, config.prompts))}",
@@ -182,6 +184,7 @@ def page(
         lines.append(
             f"  {name}: {rate.typical:,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}), {known.sources[name]}"
         )
+    lines += _of_the_disk(config, known, count, parts)
     generation = next(part for part in parts if part.stage == "01b_synthetic")
     if "generate" not in known.measured:
         lines += kv_room.lines(config, platform, generation.seconds)
@@ -209,6 +212,30 @@ def _of_another_machine(config: Config, platform: Profile) -> list[str]:
     if here := other_machine(config, platform):
         return [f"unknown machine ({here}, hidden size {config.target.architecture.hidden_size}): {planned}", ""]
     return []
+
+
+def _of_production(config: Config, known: Rates, now: datetime, total: Range) -> str:
+    """When the unit that answers the prompts serves again, if it was up before."""
+    if config.server("generate").kind != "systemd":
+        return ""
+    back = clock(now, (total + known.start_seconds).typical)
+    return f"; {config.server('generate').unit}, if it was up before, serves again {back}"
+
+
+def _of_the_disk(config: Config, known: Rates, count: Sizes, parts: list[Estimate]) -> list[str]:
+    """What 04 asks of the disk, and how many GPUs that feeds; nothing where the rate of a whole 04 was measured."""
+    if not known.train_steps_only or "04_train" in config.run.take:
+        return []
+    training = next(part for part in parts if part.stage == "04_train")
+    share = config.train.validation_share
+    trained = Range.point(training.tokens)
+    held = trained * (share / (1 - share) / config.train.epochs)
+    amount = bytes_read(config, count, trained, held).typical
+    each = known.train.typical * count.state_bytes_per_token  # of one GPU, bytes a second
+    text = f"  04 reads {size(amount)} of states, {size(each)}/s for one GPU at that rate; "
+    if known.disk:
+        return [text + f"the disk gives {size(known.disk)}/s: it feeds {known.disk / each:.1f} GPUs"]
+    return [text + "not known here is what the disk gives, and 04 is counted as if it kept up"]
 
 
 def _of_a_deadline(

@@ -45,6 +45,7 @@ class Profile:
     generate_tokens_per_s: Range
     extract_tokens_per_s: Range
     train_tokens_per_s: Range
+    train_steps_only: bool = False  # whether that is the rate of steps, without validations and the disk
     usd_per_hour: Range = Range(0, 0, 0)
     prompt_tokens: float = 0
     gpu: str = ""  # in the name that nvidia-smi shows; without: a CPU

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from drafter import checked, model_folder, run_files, stage
 from drafter.config import Config
 from drafter.errors import ConfigError, StageError
-from drafter.pipeline import kv_room
+from drafter.pipeline import disk_rate, kv_room
 from drafter.pipeline.profiles import LARGE_MODEL, Profile, Range, mean_when_cut, profile, profiles
 from drafter.serve import gpu
 
@@ -35,6 +35,8 @@ class Rates:
     export: Range  # seconds of 05
     sources: dict[str, str]  # where each rate comes from, to be shown
     measured: frozenset[str] = frozenset()  # the rates that earlier runs of this machine gave
+    train_steps_only: bool = False  # as in the profile; what was measured is the rate of the whole stage
+    disk: float | None = None  # bytes a second that the disk of the states gives; None: unknown
     trial: bool = False  # the untrained warm start is served before the night
 
 
@@ -47,6 +49,7 @@ def of_profile(config: Config, platform: Profile) -> Rates:
         generate=platform.generate_tokens_per_s,
         extract=platform.extract_tokens_per_s,
         train=platform.train_tokens_per_s,
+        train_steps_only=platform.train_steps_only,
         answer_tokens=answer,
         row_tokens=answer + Range.point(platform.prompt_tokens),
         evaluate=_evaluate(config, platform, platform.generate_tokens_per_s),
@@ -94,7 +97,9 @@ def measured_or(config: Config, platform: Profile) -> Rates:
     for name, (value, run) in measured.items():
         spread = Range(0.8 * value, value, 1.25 * value)
         rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
-    rates = dataclasses.replace(rates, measured=frozenset(measured))
+    steps_only = rates.train_steps_only and "train" not in measured
+    disk = disk_rate.bytes_per_second(config) if steps_only else None
+    rates = dataclasses.replace(rates, measured=frozenset(measured), train_steps_only=steps_only, disk=disk)
     if "evaluate" not in rates.measured:
         ample = rates.generate if "generate" in rates.measured else platform.generate_tokens_per_s
         rates = dataclasses.replace(rates, evaluate=_evaluate(config, platform, ample))

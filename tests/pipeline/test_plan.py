@@ -1,5 +1,6 @@
 """The plan reproduces what the box measured, says where a rate comes from, and proposes what fits."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import pytest
 
 from drafter import config, disk, locks
 from drafter.errors import ConfigError
-from drafter.pipeline import command, kv_room, plan, rates, trial
+from drafter.pipeline import command, disk_rate, kv_room, plan, rates, trial
 from drafter.pipeline import run as pipeline
 from tests.conftest import CPU_CONFIG
 
@@ -153,7 +154,7 @@ def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monke
     now = datetime(2026, 11, 29, 19, 0)
     text = plan.page(kimi, rates.profile(BOX), now, done_by=plan.next_time("10:30", now))
     # 2.35 TB less the 40 conversations that are held out
-    for count in ("5,000", "10,000", "25,000", "50,000"):
+    for count in ("5,000", "10,000", "25,000", "50,000", "100,000"):
         assert f"\n{count} " in text
     assert "9,960 rows on 8x RTX PRO 6000 (PCIe); 40 of 10,000 conversations are held out" in text
     assert "done Mon 09:" in text
@@ -170,7 +171,7 @@ def test_no_more_rows_are_proposed_than_the_sources_hold(tmp_path, model):
     assert f"prompts: sample holds {held} conversations" in text
     assert f"proposal: {held} conversations, max_seq_len 512" in text
     verdicts = {line.split()[0]: line for line in text.splitlines() if re.match(r"[\d,]+ +[\d.]+ ", line)}
-    assert list(verdicts) == [f"{held}", "5,000", "10,000", "25,000", "50,000"]
+    assert list(verdicts) == [f"{held}", "5,000", "10,000", "25,000", "50,000", "100,000"]
     assert all(f"lacks {int(n.replace(',', '')) - held:,} more prompts" in verdicts[n] for n in list(verdicts)[1:])
     assert "more prompts" not in verdicts[f"{held}"]
     fewer = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "prompts.0.count=50", "extract.reserve_gb=0"])
@@ -418,3 +419,61 @@ def test_every_profile_reads_and_an_unknown_one_names_the_others():
         )
     with pytest.raises(ConfigError, match="choose from b300_x8"):
         rates.profile("laptop")
+
+
+def training(kimi, disk=None, *overrides):
+    """Seconds of 04 on the box for 10,000 rows of 4,096 tokens, with such a disk."""
+    run = config.load(config.ROOT / "configs/kimi_k25.yaml", [f"run.dir={kimi.run.dir}", *overrides])
+    known = dataclasses.replace(rates.of_profile(run, rates.profile(BOX)), disk=disk)
+    return plan.estimate(run, known, plan.sizes(run, rates.profile(BOX)), 10_040)[2].seconds.typical
+
+
+def test_04_takes_as_long_as_its_disk_where_that_is_slower_than_its_gpu(kimi):
+    """5 epochs and 25 validations of 2% read 5.4 times 10,000 x 4,096 x 57,344 bytes."""
+    amount = (5 * 0.98 + 25 * 0.02) * 10_000 * 4096 * 57_344
+    assert training(kimi, 0.5e9) == pytest.approx(amount / 0.5e9, rel=0.01)
+    assert training(kimi, 100e9) == training(kimi)
+
+
+def test_validations_of_04_are_counted_each_a_third_of_its_tokens(kimi):
+    often, seldom = training(kimi, None, "train.validate_every=200"), training(kimi)
+    validations = 24_500 // 200 - 24_500 // 1000
+    assert (often - seldom) * 24_576 == pytest.approx(validations * 0.02 * 10_000 * 4096 / 3, rel=0.03)
+
+
+def test_a_rate_of_a_whole_04_holds_its_validations_and_its_disk(kimi, tmp_path):
+    (folder := tmp_path / "earlier/04_train").mkdir(parents=True)
+    facts = {"status": "complete", "seconds": 33, "facts": {"tokens_per_second": 9000}}
+    (folder / "manifest.json").write_text(json.dumps(facts))
+    (folder / "config.yaml").write_text(kimi.dump())
+    known = rates.measured_or(kimi, rates.profile(BOX))
+    [part] = [
+        part
+        for part in plan.estimate(kimi, known, plan.sizes(kimi, rates.profile(BOX)), 10_040)
+        if part.stage == "04_train"
+    ]
+    assert part.seconds.typical == pytest.approx(part.tokens / 9000)
+    assert "04 reads" not in plan.page(kimi, rates.profile(BOX), datetime(2026, 11, 29))
+
+
+def test_the_plan_says_what_the_disk_feeds_and_when_production_serves_again(kimi, monkeypatch):
+    now = datetime(2026, 11, 29, 19, 0)
+    text = plan.page(kimi, rates.profile(BOX), now)
+    assert "done Mon 09:" in text and "vllm-kimi-k25-int4, if it was up before, serves again Mon 10:" in text
+    assert "04 reads 12.6" in text and "not known here is what the disk gives" in text
+    monkeypatch.setattr(disk_rate, "bytes_per_second", lambda _: 2.82e9)
+    assert "the disk gives 2.82 GB/s: it feeds 2.0 GPUs" in plan.page(kimi, rates.profile(BOX), now)
+
+
+def test_the_disks_rate_is_that_of_a_large_file_beside_the_states(kimi, tmp_path):
+    large = tmp_path / "model-00001.safetensors"
+    large.write_bytes(os.urandom(2**20) * 40)
+    assert disk_rate.measure(large, least_bytes=0) > 0
+    assert disk_rate.measure(large) is None, "too small to say anything"
+    assert disk_rate.bytes_per_second(kimi) is None, "the model is not here"
+
+
+def test_a_rented_machine_is_planned_with_its_own_profile(tmp_path):
+    rented = config.load(config.ROOT / "configs/kimi_k25_b300.yaml", [f"run.dir={tmp_path}"])
+    text = plan.page(rented, rates.profile(RENTED), datetime(2026, 11, 29, 19, 0))
+    assert ": all 200 fit, which leaves 1.00 of the rate" in text and "serves again" not in text
