@@ -18,7 +18,8 @@ import yaml
 
 from drafter import checked, contracts, files, locks, process, run_files, run_locks, signals, torchrun_env
 from drafter.cli import Parser, positive
-from drafter.config import ROOT, Config, StageName, load, strict_yaml
+from drafter.config import Config, StageName, load, strict_yaml
+from drafter.default_config import default_config
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 from drafter.versions import versions
 
@@ -191,7 +192,7 @@ def read_taken(config: Config, name: StageName) -> dict | None:
 def tool_parser(description: str, prog: str | None = None) -> Parser:
     """The arguments every command takes."""
     result = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--config", default=ROOT / "configs/smollm2_cpu.yaml", metavar="FILE")
+    result.add_argument("--config", metavar="FILE", help="default: the small model's, for a GPU where there is one")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     return result
 
@@ -219,7 +220,7 @@ def run_tool(
     try:
         with signals.listening(*signals.wanted()):
             args = arguments.parse_intermixed_args(argv)  # options before, between and after the names
-            code = body(load(args.config, args.overrides), args)
+            code = body(load(args.config or default_config(), args.overrides), args)
             sys.stdout.flush()
             return code or 0
     except BrokenPipeError:  # whoever reads has seen enough
@@ -248,7 +249,7 @@ def run_stage(
     stage: Stage | None = None
     try:
         args = arguments.parse_args(argv)
-        stage = Stage(name, load(args.config, args.overrides), args)
+        stage = Stage(name, load(args.config or default_config(), args.overrides), args)
         if not args.dry_run:
             run_locks.refuse_beside_pipeline(stage.config.run_dir, name)
         summary, code = body(stage), 0

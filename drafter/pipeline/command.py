@@ -3,29 +3,17 @@
 import logging
 import sys
 from datetime import datetime
-from pathlib import Path
 
 from drafter import cli, errors, model_folder, signals
-from drafter.config import ROOT, load
-from drafter.errors import ConfigError, Interrupted, StageError
+from drafter.config import load
+from drafter.default_config import default_config
+from drafter.errors import Interrupted, StageError
 from drafter.pipeline import deadline, plan, status, trial
 from drafter.pipeline.run import Pipeline, chosen
-from drafter.serve import gpu
 from drafter.stage import of_the_machine, summarise
 from drafter.target import default_model
 
 log = logging.getLogger("drafter")
-
-
-def default_config() -> Path:
-    """The config of a call that names none. Raises ConfigError where a loaded driver does not list its GPUs."""
-    found = gpu.query_memory()
-    if found.unknown and gpu.DRIVER.exists():
-        raise ConfigError(
-            f"{found.unknown}, so whether this machine has a GPU is unknown: name the config, "
-            "configs/smollm2_gpu.yaml or configs/smollm2_cpu.yaml"
-        )
-    return ROOT / "configs" / ("smollm2_gpu.yaml" if found.gpus else "smollm2_cpu.yaml")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,13 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
-from drafter import files, process
+from drafter import files, gpu, process
 from drafter.acceptance.comparison import NONE, RUN, WARM_START
 from drafter.config import ROOT, STAGES, Config, Role, StageName
 from drafter.errors import ConfigError, StageError
 from drafter.generate import chat
 from drafter.pipeline import engine_check, estimates, plan, rates, sharing, unit_layers
-from drafter.serve import command_server, gpu, readiness, roles, smoke_record, systemd
+from drafter.serve import command_server, readiness, roles, smoke_record, systemd
 from drafter.target import eagle3_folder, head
 from drafter.text import size
 

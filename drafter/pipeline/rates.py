@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from drafter import checked, model_folder, run_files, stage
+from drafter import checked, gpu, model_folder, run_files, stage
 from drafter.config import Config
 from drafter.errors import ConfigError, StageError
 from drafter.pipeline import disk_rate, kv_room
 from drafter.pipeline.profiles import LARGE_MODEL, Profile, Range, mean_when_cut, profile, profiles
-from drafter.serve import gpu
 
 EXPORT_SECONDS = Range(3, 7, 20)  # imports, and the logits of two rows
 EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # of 6 a parameter: fp32 is read, bf16 written

@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 
-from drafter import files, stage, text
+from drafter import files, gpu, stage, text
 from drafter.config import STAGES, Config
 from drafter.pipeline.run_state import RunState
-from drafter.serve import gpu
 
 TAIL = 3  # lines of the current stage's log
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from drafter import gpu
 from drafter.config import Config, Role, Server
-from drafter.serve import gpu
 
 PROBE_SECONDS = 60  # a completion of one token that takes longer is a hang, also right after compiling kernels
 ASK_SECONDS = 10  # what an API server answers by itself

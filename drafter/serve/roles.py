@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from drafter import files, model_folder, signals, stage
+from drafter import files, gpu, model_folder, signals, stage
 from drafter.config import Config, Role, Server
 from drafter.errors import ConfigError, ResumableError
-from drafter.serve import command_server, gpu, readiness, systemd
+from drafter.serve import command_server, readiness, systemd
 from drafter.serve.readiness import Cause, Unready
 from drafter.serve.vllm_command import command
 

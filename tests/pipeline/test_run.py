@@ -364,22 +364,6 @@ def test_what_is_wrong_with_the_call_is_said_at_once_in_one_line(night, argument
     assert not night.run_dir.exists()
 
 
-def test_no_config_is_chosen_for_a_machine_whose_gpus_are_unknown(tmp_path, monkeypatch):
-    """Seam M6: behind a driver that hung, a GPU machine began a night on its CPU."""
-    program = tmp_path / "nvidia-smi"
-    program.touch(mode=0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(command.gpu, "DRIVER", tmp_path / "driver")
-    chosen = {"exit 9": "smollm2_cpu.yaml", "echo 0, 17": "smollm2_gpu.yaml", "echo 0, [N/A]": "smollm2_gpu.yaml"}
-    for body, name in chosen.items():
-        program.write_text(f"#!/bin/sh\n{body}\n")
-        assert command.default_config().name == name
-    command.gpu.DRIVER.touch()
-    program.write_text("#!/bin/sh\nexit 9\n")
-    with pytest.raises(ConfigError, match="exit code 9.*name the config"):
-        command.default_config()
-
-
 @pytest.mark.parametrize("python", ["/nowhere/python", "/etc", "/bin/ls"])
 def test_an_interpreter_that_is_none_is_said_in_one_line(python, tmp_path):
     environment = os.environ | {"PYTHON": python}

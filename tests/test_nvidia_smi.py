@@ -2,9 +2,10 @@
 
 import pytest
 
+from drafter import gpu
 from drafter.errors import ResumableError
 from drafter.pipeline import preflight, status
-from drafter.serve import gpu, readiness
+from drafter.serve import readiness
 from tests.pipeline.test_preflight import load  # noqa: F401 - a fixture
 
 NO_FIGURE = """case "$*" in
