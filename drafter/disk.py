@@ -143,8 +143,7 @@ def _run_settings(folder: Path) -> dict[str, Any]:
 
 def in_use(run: Path, name: str) -> str:
     """Who works in a run, its pipeline or a stage by hand, or reads one of its folders; empty when nobody does."""
-    stages = [place for each in STAGES for place in run_locks.workers(run / each)]
-    for place in [run] * locks.in_use(run) + stages:
+    for place in run_locks.busy_folders(run):
         return f"the run is running{locks.describe(place)}"
     return "another process reads it" if locks.in_use(run / name, readers=True) else ""
 

@@ -1,4 +1,4 @@
-"""GPU memory as nvidia-smi reports it. What it does not say is unknown, which is neither free nor in use."""
+"""GPU memory as nvidia-smi reports it. A figure that it does not give is unknown: neither free nor in use."""
 
 import logging
 import math
@@ -12,17 +12,13 @@ from drafter.errors import ResumableError, StageError
 
 log = logging.getLogger("drafter")
 
-DRIVER = Path("/dev/nvidiactl")  # exists wherever NVIDIA's driver is loaded
-ANSWER_SECONDS = 30  # nvidia-smi waits for a driver that hangs
-REPORT_SECONDS = 10  # between two log lines of a wait
+DRIVER = Path("/dev/nvidiactl")  # exists while NVIDIA's driver is loaded
+ANSWER_SECONDS = 30  # nvidia-smi blocks while the driver hangs
+REPORT_SECONDS = 10  # between two log lines while waiting
 MIB = 2**20
 FREE_MIB = 2048  # driver, display and idle contexts: below this a GPU counts as free
-NO_FIGURE = (
-    "[N/A]",
-    "N/A",
-    "[Not Supported]",
-    "[Insufficient Permissions]",
-)  # GPUs that share the host's memory, MIG
+# With MIG, and for GPUs that share the host's memory.
+NO_FIGURE = ("[N/A]", "N/A", "[Not Supported]", "[Insufficient Permissions]")
 
 
 @dataclass(frozen=True)
@@ -30,9 +26,9 @@ class Memory:
     """One answer of nvidia-smi. A machine without GPUs has no `gpus` and nothing `unknown`."""
 
     used: dict[int, int]  # GPU index -> MiB in use
-    no_figure: frozenset[int] = frozenset()  # GPUs for which nvidia-smi gives no figure, now or later
-    unknown: str = ""  # why nvidia-smi gave no answer; the other fields are then empty and mean nothing
-    lasting: bool = False  # `unknown` is a property of this machine, and asking again is no use
+    no_figure: frozenset[int] = frozenset()  # GPUs for which nvidia-smi never gives a figure
+    unknown: str = ""  # why nvidia-smi gave no answer; the other fields are then empty
+    lasting: bool = False  # asking again will not help
 
     @property
     def gpus(self) -> frozenset[int]:
@@ -41,7 +37,7 @@ class Memory:
 
 
 def query_memory() -> Memory:
-    """Ask nvidia-smi once, for at most ANSWER_SECONDS. Raises nothing: what goes wrong is `unknown`."""
+    """Ask nvidia-smi once, for at most ANSWER_SECONDS. Raises nothing: a failure is reported as `unknown`."""
     try:
         rows = _query("--query-gpu=index,memory.used")
     except process.NoProgram as error:
@@ -53,7 +49,7 @@ def query_memory() -> Memory:
     for row in rows:
         index, figure = (row + ["", ""])[:2]
         if not index.isdecimal() or not (figure.isdecimal() or figure in NO_FIGURE):
-            return Memory({}, unknown=f"nvidia-smi says {', '.join(row)[:100]!r} where a GPU's memory was asked for")
+            return Memory({}, unknown=f"nvidia-smi gave {', '.join(row)[:100]!r} instead of a GPU's memory")
         if figure.isdecimal():
             used[int(index)] = int(figure)
         else:
@@ -62,7 +58,7 @@ def query_memory() -> Memory:
 
 
 def names() -> list[str]:
-    """The name of each GPU; empty without one, and where nvidia-smi does not answer."""
+    """The name of each GPU; empty when there is none or nvidia-smi does not answer."""
     try:
         return [row[0] for row in _query("--query-gpu=name")]
     except StageError:
@@ -70,7 +66,7 @@ def names() -> list[str]:
 
 
 def _query(what: str) -> list[list[str]]:
-    """The cells of nvidia-smi's answer. Raises process.NoProgram, ResumableError."""
+    """The cells of nvidia-smi's output. Raises process.NoProgram, ResumableError."""
     done = process.run(["nvidia-smi", what, "--format=csv,noheader,nounits"], ANSWER_SECONDS)
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines() or ["no reason given"]
@@ -79,9 +75,9 @@ def _query(what: str) -> list[list[str]]:
 
 
 def not_loaded(gpus: Iterable[int], model: Path) -> str | None:
-    """Why these GPUs do not hold the model yet: each must carry half its share of the weights' bytes.
+    """Why these GPUs do not hold the model yet, or None: each must hold half of its share of the weights' bytes.
 
-    None when they do, and where it is unknown: then the completion that follows decides.
+    None also where the memory is unknown: the completion that follows then decides.
     """
     gpus = tuple(gpus)
     if not gpus:
@@ -98,8 +94,8 @@ def not_loaded(gpus: Iterable[int], model: Path) -> str | None:
 def wait_free(gpus: Iterable[int], seconds: float) -> None:
     """Wait until the memory of these GPUs is free, at most `seconds`.
 
-    Raises ResumableError when it is not, naming the processes that hold it, or when nvidia-smi fails that long. Where
-    it can never be known (no nvidia-smi, a GPU without a figure) nothing is waited for, and a log line says so.
+    Raises ResumableError naming the processes that still hold it, or when nvidia-smi fails for that long. Where the
+    memory can never be known (no nvidia-smi, a GPU without a figure) it logs that and does not wait.
     """
     asked = frozenset(gpus)
     deadline = time.monotonic() + seconds
@@ -109,13 +105,13 @@ def wait_free(gpus: Iterable[int], seconds: float) -> None:
         held = {index: mib for index, mib in found.used.items() if index in asked and mib > FREE_MIB}
         if not held and (found.lasting or not found.unknown):
             if silent := found.unknown or ", ".join(f"GPU {index}" for index in sorted(asked & found.no_figure)):
-                log.info("GPU memory is unknown, and not waited for: %s", silent)
+                log.info("GPU memory is unknown, not waiting for it: %s", silent)
             return
         amounts = ", ".join(f"GPU {index}: {text.size(mib * MIB)}" for index, mib in held.items()) or found.unknown
         now = time.monotonic()
         if now > deadline:
             if not held:
-                raise ResumableError(f"whether GPU memory is free is unknown after {seconds:.0f} s: {amounts}")
+                raise ResumableError(f"GPU memory is still unknown after {seconds:.0f} s: {amounts}")
             raise ResumableError(f"GPU memory is not free after {seconds:.0f} s ({amounts}), held by {holders()}")
         if now - spoke >= REPORT_SECONDS:
             log.info("waiting for GPU memory, at most %.0f s more (%s)", deadline - now, amounts)
@@ -129,6 +125,6 @@ def holders() -> str:
         rows = _query("--query-compute-apps=pid,process_name,used_memory")
     except StageError as error:
         return f"unknown processes ({error})"
-    # A process's name may hold commas.
+    # A process name may contain commas.
     named = [f"process {pid} {', '.join(name)} ({mib} MiB)" for pid, *name, mib in (row for row in rows if row[1:])]
-    return ", ".join(named) or "no process nvidia-smi knows"
+    return ", ".join(named) or "no process that nvidia-smi lists"

@@ -110,8 +110,13 @@ def _wait_for_stage(folder: Path) -> None:
 
 
 def workers(folder: Path) -> list[Path]:
-    """The places in a stage's folder, itself or its shares, that processes work in now."""
+    """Which of a stage's folder and its shares are locked by a process at work there."""
     return [folder] * locks.in_use(folder) + locks.shares_in_use(folder)
+
+
+def busy_folders(run_dir: Path) -> list[Path]:
+    """Which of a run's folder, its stages and their shares are locked by a process at work there."""
+    return [run_dir] * locks.in_use(run_dir) + [place for name in STAGES for place in workers(run_dir / name)]
 
 
 @contextlib.contextmanager

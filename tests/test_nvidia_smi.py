@@ -21,12 +21,12 @@ ANSWERS = {  # what it does -> what becomes of it, as a regular expression
     "kill -9 $$": "exit code -9",
     "exec sleep 60": r"nvidia-smi .* has not ended after 0\.2 s",
     "true": "lists no GPU",
-    r"printf '\xff\xfe'": "nvidia-smi says",
-    "echo 0, [GPU is lost]": "nvidia-smi says '0, .GPU is lost.'",
-    "echo 0, -5": "nvidia-smi says",
-    "echo 0": "nvidia-smi says",
-    "echo 'Field \"memory.used\" is not a valid field to query.'": "nvidia-smi says",
-    "echo GPU-1, 5": "nvidia-smi says",
+    r"printf '\xff\xfe'": "nvidia-smi gave",
+    "echo 0, [GPU is lost]": "nvidia-smi gave '0, .GPU is lost.'",
+    "echo 0, -5": "nvidia-smi gave",
+    "echo 0": "nvidia-smi gave",
+    "echo 'Field \"memory.used\" is not a valid field to query.'": "nvidia-smi gave",
+    "echo GPU-1, 5": "nvidia-smi gave",
 }
 
 
@@ -66,7 +66,7 @@ def test_a_gpu_without_a_figure_is_there_and_is_not_waited_for(smi, model, caplo
     smi(NO_FIGURE)
     assert gpu.query_memory() == gpu.Memory({}, frozenset({0}))
     gpu.wait_free([0], 60)
-    assert "GPU memory is unknown, and not waited for: GPU 0" in caplog.text
+    assert "GPU memory is unknown, not waiting for it: GPU 0" in caplog.text
     assert gpu.not_loaded([0], model) is None
 
 

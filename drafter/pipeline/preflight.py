@@ -16,7 +16,7 @@ from drafter.config import ROOT, STAGES, Config, Role, StageName
 from drafter.errors import ConfigError, StageError
 from drafter.generate import chat
 from drafter.pipeline import engine_check, estimates, plan, rates, sharing, unit_layers
-from drafter.serve import command_server, readiness, roles, smoke_record, systemd
+from drafter.serve import address, readiness, roles, smoke_record, systemd
 from drafter.target import eagle3_folder, head
 from drafter.text import size
 
@@ -162,7 +162,7 @@ def drafting(config: Config) -> Iterator[str]:
     if set(config.acceptance.drafters) == {NONE}:
         return
     if own.kind != "command":
-        yield "servers.evaluate.kind: a drafter is a launch argument, so this role must be a `command`"
+        yield f"servers.evaluate.kind: {roles.NEEDS_COMMAND}"
     if own.flags.get("disable-log-stats"):
         yield "servers.evaluate.args: drafts are not counted with disable-log-stats: leave it out"
 
@@ -234,7 +234,7 @@ def ports(config: Config, started: Collection[Role] = ROLES) -> Iterator[str]:
         own = config.server(role)
         if own.kind != "command" or roles.alive(config, role):
             continue
-        if fault := command_server.address_fault(config, role):
+        if fault := address.fault(config, role):
             yield fault
 
 

@@ -30,25 +30,25 @@ from drafter.text import duration
 log = logging.getLogger("drafter")
 
 ATTEMPTS = 5  # of one request, not counting those that met no server or a busy one
-TIMEOUT_COST = 3  # attempts; what was too slow once will hardly be faster, and waiting for it holds up the night
+TIMEOUT_COST = 3  # attempts: a request that timed out will probably time out again, and each wait is long
 BACKOFF_SECONDS = (0.5, 30.0)  # first and longest pause between attempts
-SICK_REQUESTS = 3  # distinct requests failing in a row, nothing succeeding between: the server is down
-PROBE_SECONDS = (1.0, 15.0)  # first and longest pause between looks at a server that is down
-PROBE_TIMEOUT = 60.0  # of one trial completion
+DOWN_REQUESTS = 3  # distinct requests failing with no success between: the server is down
+PROBE_SECONDS = (1.0, 15.0)  # first and longest pause between probes of a server that is down
+PROBE_TIMEOUT = 60.0  # of the completion in a probe
 CONNECT_SECONDS = 10.0
 KEEPALIVE_SECONDS = 4.0  # vLLM's own server closes idle connections after 5, and a race would cost an attempt
 SPARE_FILES = 64  # descriptors for everything that is not a connection
 
-WAIT_STATUSES = frozenset({429, 503})  # a busy server: no fault of the request's
-RETRY_STATUSES = frozenset({408, 409, 425})  # beside every other 5xx
+WAIT_STATUSES = frozenset({429, 503})  # a busy server; costs the request no attempt
+RETRY_STATUSES = frozenset({408, 409, 425})  # and every other 5xx
 CONFIG_STATUSES = frozenset({401, 403, 404})
-LONGEST_MESSAGE = 10_000  # characters of an error reply that are looked at
+LONGEST_MESSAGE = 10_000  # characters of an error reply that are read
 
 T = TypeVar("T")
 
 
 class AttemptError(Exception):
-    """One attempt failed. `reason` names it in the counts; it costs so many of a request's ATTEMPTS."""
+    """One attempt failed. `reason` is its name in the counts; it uses up `cost` of the request's ATTEMPTS."""
 
     def __init__(self, reason: str, cost: int, message: str = "", pause: float | None = None):
         super().__init__(f"{reason}: {message}" if message else reason)
@@ -65,40 +65,40 @@ class StatusError(Exception):
 
 
 def request_headers(server: Server) -> dict[str, str]:
-    """Headers of every request to a server. Raises ConfigError when the variable of its key is empty.
+    """Headers of every request to a server. Raises ConfigError when the variable of its API key is not set.
 
-    Replies are asked for uncompressed: a proxy that compresses its error pages would only add a way to fail.
+    They ask for uncompressed replies: a proxy that compresses its error pages would only add a way to fail.
     """
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if server.api_key_env:
         key = os.environ.get(server.api_key_env)
         if not key:
             raise ConfigError(
-                f"the environment variable {server.api_key_env} is empty; it must hold the server's key"
+                f"the environment variable {server.api_key_env} is empty; set it to the server's API key"
             )
         headers["authorization"] = f"Bearer {key}"
     return headers
 
 
 def open_session(headers: dict[str, str], **settings: Any) -> aiohttp.ClientSession:
-    """A session for a server, with nothing of the environment in it: no proxy, no netrc."""
+    """A session for a server that ignores the environment: no proxy, no netrc."""
     return aiohttp.ClientSession(headers=headers, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), **settings)
 
 
 class Client:
     """One client for a whole stage; at most `concurrency` requests are in flight.
 
-    A request that fails for its own reasons raises RowError (`request_refused`, `prompt_too_long`, `failed`,
-    `bad_reply`). A server that is gone makes every caller wait; it is asked for a real completion until it
-    gives one, and after `outage_minutes` every caller gets ResumableError. ConfigError: wrong key, wrong
-    served name, too few file descriptors.
+    A request that fails because of its content raises RowError (`request_refused`, `prompt_too_long`, `failed`,
+    `bad_reply`). While the server is down every caller waits, and the server is probed with a real completion; after
+    `outage_minutes` every caller gets ResumableError. ConfigError: wrong key, wrong served name, too few file
+    descriptors.
     """
 
     def __init__(self, server: Server, *, concurrency: int, outage_minutes: float):
         self.url = server.url.rstrip("/")
         self.outage_seconds = outage_minutes * 60
-        self.retries: Counter[str] = Counter()  # attempts that had to be repeated, by what went wrong
-        self.abandoned = 0  # requests dropped while the server worked on them; it stops when we hang up
+        self.retries: Counter[str] = Counter()  # repeated attempts by reason
+        self.abandoned = 0  # requests dropped while the server worked on them; closing the connection ends that work
         self.in_flight = 0
         self.peak_in_flight = 0
         self.outages = 0
@@ -107,9 +107,9 @@ class Client:
         self._slots = asyncio.Semaphore(concurrency)
         self._up = asyncio.Event()
         self._up.set()
-        self._sick: set[object] = set()  # requests that failed since the last success
+        self._failing: set[object] = set()  # requests that failed since the last success
         self._probe: asyncio.Task | None = None
-        self._gone: Exception | None = None  # why the wait for the server ended without it
+        self._gone: Exception | None = None  # why waiting for the server ended without it
 
     async def __aenter__(self) -> "Client":
         _need_files(self._concurrency + SPARE_FILES)
@@ -124,7 +124,7 @@ class Client:
         await self._session.close()
 
     async def post(self, path: str, body: dict, timeout: float) -> dict:
-        """The reply to one request, retried as often as it makes sense; `timeout` seconds bound one attempt."""
+        """The reply to one request, which is retried up to ATTEMPTS times; `timeout` seconds bound each attempt."""
         async with self._slots:
             return await self._persist("post", path, body, timeout)
 
@@ -139,7 +139,7 @@ class Client:
         return ""
 
     async def _persist(self, method: str, path: str, body: dict | None, timeout: float) -> dict:
-        me = object()  # unlike an id, it cannot come again while it is in the set
+        me = object()  # unlike id(...), unique while it is in the set
         spent, busy_since = 0, None
         while True:
             await self._up.wait()
@@ -147,7 +147,7 @@ class Client:
                 raise self._gone
             try:
                 reply = await self._once(method, path, body, timeout)
-                self._sick.clear()
+                self._failing.clear()
                 return reply
             except StatusError as error:
                 _raise_permanent(error, path)
@@ -156,13 +156,13 @@ class Client:
             if reason == "timeout":
                 self.abandoned += 1
             self.retries[reason] += 1
-            self._sick.add(me)
-            if reason == "no_connection" or len(self._sick) >= SICK_REQUESTS:
+            self._failing.add(me)
+            if reason == "no_connection" or len(self._failing) >= DOWN_REQUESTS:
                 self._wait_for_server(reason)
             if cost:
                 spent += cost
                 if spent >= ATTEMPTS:
-                    raise RowError("failed", f"retries used up, at last by {reason}")
+                    raise RowError("failed", f"retries used up, the last failure was {reason}")
             else:
                 busy_since = busy_since or time.monotonic()
                 if time.monotonic() - busy_since > self.outage_seconds and self._up.is_set():
@@ -185,7 +185,7 @@ class Client:
         except (ValueError, RecursionError) as error:
             raise RowError("bad_reply", f"not JSON: {error}") from None
         if not isinstance(parsed, dict):
-            raise RowError("bad_reply", f"a JSON {type(parsed).__name__} where an object was due")
+            raise RowError("bad_reply", f"a JSON {type(parsed).__name__} instead of an object")
         return parsed
 
     def _wait_for_server(self, reason: str) -> None:
@@ -198,16 +198,16 @@ class Client:
         self._probe.add_done_callback(self._wake)
 
     def _wake(self, probe: "asyncio.Task[ResumableError | None]") -> None:
-        """However the wait for the server ended, no call waits on; an error of the wait is an error of every call."""
+        """Release every waiting call, however the wait for the server ended; its error is every call's error."""
         if probe.cancelled():
-            self._gone = ResumableError(f"the wait for {self.url} was cut short; run the same command again")
+            self._gone = ResumableError(f"waiting for {self.url} was interrupted; run the same command again")
         else:
             self._gone = probe.exception() or probe.result()
-        self._sick.clear()
+        self._failing.clear()
         self._up.set()
 
     async def _outage(self, reason: str) -> ResumableError | None:
-        """Ask for a real completion until one comes: `/health` says 200 while an engine is dead."""
+        """Probe with a real completion until one succeeds: `/health` can be 200 while the engine is dead."""
         since = time.monotonic()
         tries = 0
         while (left := since + self.outage_seconds - time.monotonic()) > 0:
@@ -230,7 +230,7 @@ class Client:
         return False
 
     async def _send(self, method: str, path: str, body: dict | None, timeout: float) -> bytes:
-        """The bytes of one reply. Raises AttemptError for what a retry may mend, else StatusError."""
+        """The bytes of one reply. Raises AttemptError for what may be retried, else StatusError."""
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
         content = None if body is None else _encode(body)
         try:
@@ -260,7 +260,7 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
         loop, task, caught = asyncio.get_running_loop(), asyncio.current_task(), []
 
         def stop(signum: int) -> None:
-            if not caught:  # a second signal must not cut the saving short
+            if not caught:  # a second signal must not interrupt saving
                 task.cancel()
                 interrupts.taken(signum)
             caught.append(signum)
@@ -275,7 +275,7 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
             raise
 
     factory = None
-    with contextlib.suppress(ImportError):  # a tenth faster where it is installed; vLLM brings it
+    with contextlib.suppress(ImportError):  # a tenth faster; installed together with vLLM
         import uvloop
 
         factory = uvloop.new_event_loop
@@ -283,7 +283,7 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
     try:
         with asyncio.Runner(loop_factory=factory) as runner:
             return runner.run(guarded())
-    finally:  # a closing loop leaves the default handlers behind, under which a signal would save nothing
+    finally:  # closing the loop leaves the default handlers in place, and with those a signal saves nothing
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
@@ -294,7 +294,7 @@ def _encode(body: Any) -> bytes:
 
 
 def _message(data: bytes) -> str:
-    """What an error reply says, on one line; whatever it holds."""
+    """The message of an error reply on one line; works for any content."""
     text = data.decode("utf-8", errors="replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(text)["error"]["message"])
@@ -302,7 +302,7 @@ def _message(data: bytes) -> str:
 
 
 def _raise_permanent(error: StatusError, path: str) -> NoReturn:
-    """Raise what an error status that is not retried means: the request's own fault, or the user's."""
+    """Raise what an error status without retries means: ConfigError for the user, RowError for this request."""
     status, message = error.status, error.message
     if status in CONFIG_STATUSES:
         raise ConfigError(f"the server answered {status} to {path}: {message}") from None
@@ -311,7 +311,7 @@ def _raise_permanent(error: StatusError, path: str) -> NoReturn:
 
 
 def _retry_after(value: str | None, longest: float) -> float | None:
-    """Seconds from a Retry-After header, a number or an HTTP date; None when there is none to read."""
+    """Seconds from a Retry-After header, a number or an HTTP date; None without a valid one."""
     if value is None:
         return None
     seconds = None
@@ -323,16 +323,16 @@ def _retry_after(value: str | None, longest: float) -> float | None:
 
 
 def _backoff(attempt: int, first: float, longest: float) -> float:
-    """A doubling pause with jitter, so that 200 callers do not come back at once."""
+    """A pause that doubles each time, with jitter so that 200 callers do not return at once."""
     return random.uniform(0.5, 1.0) * min(longest, first * 2 ** (attempt - 1))
 
 
 def _need_files(count: int) -> None:
-    """Raise the soft limit on open files to `count`; ConfigError when the hard limit forbids it."""
+    """Raise the soft limit on open files to `count`. Raises ConfigError when the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         if hard != resource.RLIM_INFINITY and hard < count:
             raise ConfigError(
-                f"{count} open files are needed and the limit is {hard}: lower the concurrency or raise it"
+                f"{count} open files are needed and the hard limit is {hard}: lower the concurrency or raise it"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

@@ -1,29 +1,30 @@
-"""Decode prompts on a served model and watch its steps: the engine's counters, and the stream of each request.
+"""Decode prompts on a served model and record each decoding step, from the engine's counters and from the streams.
 
-Each streamed chunk of token ids is one decoding step: one token of the target's own and the accepted draft before it.
-The first chunk comes from the prompt, without a draft. The engine may merge chunks when a reader falls behind, and
-drops accepted tokens behind a stop, so streams are believed only as far as they agree with the counters.
+Each streamed chunk of token ids is one decoding step: the accepted draft tokens and one token of the target. The
+first chunk comes from prefill, without a draft. The engine may merge chunks when the reader falls behind, and drops
+accepted tokens after a stop, so streams are used only where they agree with the counters.
 """
 
 import asyncio
 import json
-import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field, replace
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client.parser import text_string_to_metric_families
 
 from drafter import contracts
 from drafter.config import Server
 from drafter.errors import ResumableError, RowError
 from drafter.serve.client import open_session, request_headers
 
-SETTLE_SECONDS = 30  # for the engine to count the last step after the last reply
-COUNTER = re.compile(r"^vllm:(\w+?)(?:_total)?\{([^}]*)\} (\S+)$", re.MULTILINE)
+SETTLE_SECONDS = 30  # until the engine has counted the last step after the last reply
+SPECULATION = "vllm:spec_decode_num"
 WARM_TOKENS = 8
-MERGED_SHARE = 0.01  # of steps that may have come within another's chunk: far less than an interval's width
+MERGED_SHARE = 0.01  # of steps that may be merged into another's chunk: far less than an interval's width
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Counters:
         """Raises ResumableError when these are not later counters of the same engine, or contradict each other."""
         before = earlier.accepted_per_position or [0] * len(self.accepted_per_position)
         if len(before) != len(self.accepted_per_position):
-            raise ResumableError("the engine's counters changed their form: its server was replaced; run again")
+            raise ResumableError("the engine has other counters than before: its server was replaced; run it again")
         result = Counters(
             self.drafts - earlier.drafts,
             self.draft_tokens - earlier.draft_tokens,
@@ -95,7 +96,7 @@ class Decoded:
     replies: list[Reply]
     counters: Counters
     seconds: float
-    refused: dict[str, str]  # conv_id -> why the server would not take it
+    refused: dict[str, str]  # conv_id -> why the server refused it
     skipped: int  # prompts not sent, because time was up
 
     @property
@@ -103,21 +104,21 @@ class Decoded:
         return sum(len(reply.token_ids) for reply in self.replies)
 
     def only(self, conv_ids: list[str]) -> "Decoded":
-        """The replies to these prompts, in this order; counters stay those of all."""
+        """The replies to these prompts, in this order; the counters still cover all prompts."""
         by_id = {reply.conv_id: reply for reply in self.replies}
         return replace(self, replies=[by_id[conv_id] for conv_id in conv_ids])
 
     @property
     def unseen_steps(self) -> int:
-        """Steps that the engine counted and that reached us within another step's chunk."""
+        """Steps that the engine counted but that arrived merged into another step's chunk."""
         return self.counters.drafts - sum(len(reply.chunks) - 1 for reply in self.replies)
 
     @property
     def streams_agree(self) -> bool:
-        """Whether the streams show the steps that the engine counted: every token, and all but a few borders.
+        """Whether the streams show the steps that the engine counted: every token, and almost every step.
 
-        Tokens balance exactly, but for what a stop or the token limit cut from a request's last step. Without a
-        drafter the engine counts no steps, and there is nothing to show.
+        The tokens match exactly, except for those that a stop or the token limit cut from a request's last step.
+        Without a drafter the engine counts no steps, and the streams always agree.
         """
         if not self.counters.accepted_per_position:
             return True
@@ -170,7 +171,7 @@ async def decode(
                     refused[conv_id] = error.detail
 
         try:
-            # One short round first: what a server compiles or captures on first use is no part of its speed.
+            # A short warm-up round: what the server compiles or captures on first use is not part of its speed.
             warm = [body | {"max_tokens": WARM_TOKENS} for body in list(requests.values())[:concurrency]]
             await asyncio.gather(*(_stream(session, url, "", body, None) for body in warm), return_exceptions=True)
             before = await _settled(session, url)
@@ -189,7 +190,7 @@ async def decode(
 
 
 def _failed(url: str, error: Exception) -> Exception:
-    """What to raise for a request that failed: the server's failures can be resumed from, ours are bugs."""
+    """The exception for a failed request: ResumableError when the server failed, else the error itself."""
     if isinstance(error, aiohttp.ClientError | OSError):
         return ResumableError(f"the server at {url} failed: {error!r}; run the same command again")
     return error
@@ -250,7 +251,7 @@ class Event:
 async def _events(session: aiohttp.ClientSession, url: str, body: dict) -> AsyncIterator[Event]:
     """A completion as server-sent events.
 
-    Raises RowError for a request that is refused for its own sake, ResumableError for a stream that breaks.
+    Raises RowError for a request that the server refuses, ResumableError for a stream that breaks.
     """
     async with session.post(url, json=body) as reply:
         if reply.status != 200:
@@ -262,12 +263,12 @@ async def _events(session: aiohttp.ClientSession, url: str, body: dict) -> Async
             async for line in reply.content:
                 if line.startswith(b"data: {"):
                     yield Event.parse(line[6:])
-        except (ValueError, HttpProcessingError) as error:  # the latter of a line longer than the buffer
+        except (ValueError, HttpProcessingError) as error:  # HttpProcessingError: a line longer than the buffer
             raise ResumableError(f"{url} sent {str(error)[:300]}; run the same command again") from None
 
 
 async def _settled(session: aiohttp.ClientSession, url: str) -> Counters:
-    """The counters once nothing runs and they stand still."""
+    """The counters, once no request runs and they no longer change."""
     deadline = time.monotonic() + SETTLE_SECONDS
     last = None
     while time.monotonic() < deadline:
@@ -277,31 +278,28 @@ async def _settled(session: aiohttp.ClientSession, url: str) -> Counters:
             text = (await reply.read()).decode(errors="replace")
         try:
             running, counters = read_counters(text)
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, LookupError) as error:
             raise ResumableError(f"{url}/metrics cannot be read: {error}; run the same command again") from None
         if not running and counters == last:
             return counters
         last = counters
         await asyncio.sleep(0.2)
-    raise ResumableError(f"the counters of {url} do not come to rest: is something else using this server?")
+    raise ResumableError(f"the counters of {url} keep changing after the last reply: does another client use it?")
 
 
 def read_counters(text: str) -> tuple[int, Counters]:
     """(requests running or waiting, speculation counters) from Prometheus text. All zero without a drafter."""
-    running, result = 0, Counters()
-    positions: dict[int, int] = {}
-    for name, labels, value in COUNTER.findall(text):
-        number = int(float(value))
-        if name in ("num_requests_running", "num_requests_waiting"):
-            running += number
-        elif name == "spec_decode_num_drafts":
-            result.drafts += number
-        elif name == "spec_decode_num_draft_tokens":
-            result.draft_tokens += number
-        elif name == "spec_decode_num_accepted_tokens":
-            result.accepted += number
-        elif name == "spec_decode_num_accepted_tokens_per_pos":
-            position = int(re.search(r'position="(\d+)"', labels)[1])
-            positions[position] = positions.get(position, 0) + number
-    result.accepted_per_position = [positions[p] for p in sorted(positions)]
-    return running, result
+    sums: Counter[str] = Counter()
+    positions: Counter[int] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                sums[sample.name] += sample.value
+            if sample.name == f"{SPECULATION}_accepted_tokens_per_pos_total":
+                positions[int(sample.labels["position"])] += int(sample.value)
+    return int(sums["vllm:num_requests_running"] + sums["vllm:num_requests_waiting"]), Counters(
+        int(sums[f"{SPECULATION}_drafts_total"]),
+        int(sums[f"{SPECULATION}_draft_tokens_total"]),
+        int(sums[f"{SPECULATION}_accepted_tokens_total"]),
+        [positions[position] for position in sorted(positions)],
+    )

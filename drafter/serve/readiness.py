@@ -1,4 +1,4 @@
-"""Whether what answers at a role's address would serve this run: asked over HTTP, each time within a bound."""
+"""Whether the server at a role's address is ready to serve this run: asked over HTTP, with a bound on every reply."""
 
 import contextlib
 import enum
@@ -15,26 +15,26 @@ from urllib.parse import urlsplit
 from drafter import gpu
 from drafter.config import Config, Role, Server
 
-PROBE_SECONDS = 60  # a completion of one token that takes longer is a hang, also right after compiling kernels
-ASK_SECONDS = 10  # what an API server answers by itself
+PROBE_SECONDS = 60  # a longer completion of one token means a hang, even right after kernels were compiled
+ASK_SECONDS = 10  # for replies that the API server gives without the engine
 LONGEST = 1 << 20  # bytes of a reply that are read
 
 
 class Cause(enum.Enum):
-    """Why a server would not serve a request now. Callers decide by this, never by the sentence beside it."""
+    """Why a server is not ready. Callers decide by this, never by the sentence beside it."""
 
-    NOT_RUNNING = enum.auto()  # the unit or process does not exist, or has died
-    NO_ANSWER = enum.auto()  # no connection is accepted: it starts, or is gone
-    HANGS = enum.auto()  # a connection is accepted, and no answer comes in time
-    ERROR = enum.auto()  # it answers with an error status, or not as an OpenAI-compatible server does
+    NOT_RUNNING = enum.auto()  # the unit or process does not exist, or died
+    NO_ANSWER = enum.auto()  # no connection is accepted: it is starting, or gone
+    HANGS = enum.auto()  # a connection is accepted, but no reply comes in time
+    ERROR = enum.auto()  # an error status, or a reply that no OpenAI-compatible server gives
     LOADING = enum.auto()  # the GPUs do not hold the model yet
-    UNFIT = enum.auto()  # it serves another model, a shorter context, or writes for another run
-    UNKNOWN = enum.auto()  # it could not be asked: systemctl or nvidia-smi failed
+    UNFIT = enum.auto()  # another model, a context that is too short, or the hidden states of another run
+    UNKNOWN = enum.auto()  # systemctl or nvidia-smi failed
 
 
 @dataclass(frozen=True)
 class Unready:
-    """Why a server is not ready, and the sentence that says so to the user."""
+    """Why a server is not ready, with a sentence for the user."""
 
     cause: Cause
     sentence: str
@@ -44,10 +44,10 @@ class Unready:
 
 
 def why_unready(config: Config, role: Role, patience: float | None = None) -> Unready | None:
-    """The first reason why a running server would not serve a request of this run, or None when it is ready.
+    """The first reason why a running server is not ready for this run, or None when it is.
 
-    Ready means: /health is 200, the served name is listed with enough context, the GPUs hold the model, and one real
-    completion came back with token ids within `patience` seconds (an API can be healthy over a dead engine).
+    Ready means: /health is 200, the served name is listed with enough context, the GPUs hold the model, and a real
+    completion returns token ids within `patience` seconds (/health can be 200 while the engine is dead).
     """
     server: Server = config.server(role)
     try:
@@ -60,20 +60,20 @@ def why_unready(config: Config, role: Role, patience: float | None = None) -> Un
             return Unready(Cause.UNFIT, f"its max_model_len is {offered}, this run needs {needed}")
         folder = config.stage_dir("02_hidden_states")
         if server.link and server.link.resolve() != folder.resolve():
-            sentence = f"{server.link} does not lead to {folder}: the server writes for another run"
+            sentence = f"{server.link} does not point to {folder}: the server writes to another run's folder"
             return Unready(Cause.UNFIT, sentence)
         if reason := gpu.not_loaded(server.gpus, config.target.model):
             return Unready(Cause.LOADING, reason)
         body = {"model": name, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         reply = _request(server, "/v1/completions", body, patience or PROBE_SECONDS)
         if not reply["choices"][0]["token_ids"]:
-            return Unready(Cause.UNFIT, "its completions carry no token ids (vLLM's return_token_ids)")
+            return Unready(Cause.UNFIT, "its completions have no token ids (vLLM's return_token_ids)")
     except _Refused as refusal:
         return Unready(Cause.ERROR, str(refusal))
     except TimeoutError:
         return Unready(Cause.HANGS, f"{server.url} hangs: it accepts a request and does not answer")
     except OSError as error:
-        # A server of ours refuses connections while it loads its model.
+        # A server that we started refuses connections while it loads its model.
         loads = server.kind != "external" and isinstance(error, ConnectionRefusedError)
         return Unready(Cause.NO_ANSWER, f"no answer at {server.url} " + ("yet" if loads else f"({error})"))
     except (ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
@@ -82,19 +82,17 @@ def why_unready(config: Config, role: Role, patience: float | None = None) -> Un
 
 
 def context_needed(config: Config, role: Role) -> int:
-    """Smallest `max_model_len` this run can work with: every role adds at least one token to a prompt."""
-    return (
-        1
-        + {
-            "generate": config.generate.max_tokens,
-            "extract": config.target.max_seq_len,
-            "evaluate": config.acceptance.max_tokens,
-        }[role]
-    )
+    """Smallest `max_model_len` for this run: every role adds at least one token to a prompt."""
+    tokens = {
+        "generate": config.generate.max_tokens,
+        "extract": config.target.max_seq_len,
+        "evaluate": config.acceptance.max_tokens,
+    }
+    return 1 + tokens[role]
 
 
 def found_at(server: Server) -> str:
-    """What answers at the address of a role that is down, in words; empty when nothing does."""
+    """What answers at the address of a role that is down, for a message; empty when nothing does."""
     try:
         served = ", ".join(model["id"] for model in _request(server, "/v1/models", None, 2)["data"])
         return f"a server of {served}"
@@ -111,13 +109,13 @@ class _Refused(Exception):
 def _request(server: Server, path: str, body: dict | None, seconds: float) -> Any:
     """The JSON of a reply; None for an empty one.
 
-    Raises TimeoutError when it is not whole in time after the connection was accepted, OSError when none is.
+    Raises OSError when no connection is accepted, TimeoutError when the whole reply does not follow in time.
     """
     headers = {"content-type": "application/json"}
     if server.api_key_env:
         headers["authorization"] = f"Bearer {os.environ.get(server.api_key_env, '')}"
     address = urlsplit(server.url)
-    # Not urllib: a proxy of the environment must never stand before a server of this machine.
+    # Not urllib: it would use a proxy of the environment even for this machine.
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     connection = kind(address.hostname, address.port, timeout=seconds)
     with contextlib.closing(connection):
@@ -137,14 +135,14 @@ def _request(server: Server, path: str, body: dict | None, seconds: float) -> An
 
 @contextlib.contextmanager
 def _hung_up(sock: socket.socket, seconds: float):
-    """Raises TimeoutError when the block takes longer, cutting it short.
+    """Cut the block short after `seconds` with TimeoutError.
 
-    The socket's own timeout is one of each read, which a server that sends a byte now and then never meets.
+    The socket's own timeout bounds each read, so a server that sends a byte now and then never exceeds it.
     """
     deadline = time.monotonic() + seconds
 
     def hang_up() -> None:
-        with contextlib.suppress(OSError):  # closed by now
+        with contextlib.suppress(OSError):  # already closed
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     timer = threading.Timer(seconds, hang_up)
@@ -157,5 +155,5 @@ def _hung_up(sock: socket.socket, seconds: float):
             raise
     finally:
         timer.cancel()
-    if time.monotonic() >= deadline:  # a reply without a length ends where it was cut
+    if time.monotonic() >= deadline:  # a reply without a length seems to end where it was cut
         raise TimeoutError

@@ -1,11 +1,11 @@
 """The vLLM roles of a run: start, wait until really ready, check, stop.
 
-A role is a `systemd` unit, a `command` (the vLLM arguments are built here and the process group is ours) or
-`external` (somebody else's). By hand: `python -m drafter.serve up|wait|status|down ROLE --config FILE`.
+A role is a `systemd` unit, a `command` (this program builds the vLLM command line and owns the process session) or
+`external` (started by others). Manually: `python -m drafter.serve up|wait|status|down ROLE --config FILE`.
 
-Exit codes of `status`: 0 it would serve this run now, 3 it is not running, 4 it runs and would not serve (it starts,
-hangs, or was made for another run: `missing` says which). Of every verb: 2 the config or the machine must change,
-3 the server did not come up or go down in time.
+Exit codes of `status`: 0 ready to serve this run, 3 not running, 4 running but not ready (it is starting, hangs, or
+serves another run: `missing` in the output says which). Of every verb: 2 the config or the machine must change, 3 the
+server did not start or stop in time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any, get_args
 from drafter import files, gpu, model_folder, signals, stage
 from drafter.config import Config, Role, Server
 from drafter.errors import ConfigError, ResumableError
-from drafter.serve import command_server, readiness, systemd
+from drafter.serve import address, command_server, readiness, server_record, systemd
 from drafter.serve.readiness import Cause, Unready
 from drafter.serve.vllm_command import command
 
@@ -32,12 +32,13 @@ log = logging.getLogger("drafter")
 GIVE_UP_RESTARTS = 2  # of a systemd unit that keeps dying while it boots
 
 DOWN, UNFIT = 3, 4  # exit codes of `status`
+NEEDS_COMMAND = "a drafter is a launch argument of vLLM, so this role must be a `command`"
 
 
 def require_ready(config: Config, role: Role) -> None:
-    """Raises ConfigError, with the command that brings the role up, unless it would serve a request now."""
+    """Raises ConfigError, with the command that brings the role up, unless the server is ready."""
     if reason := why_unready(config, role):
-        if _elsewhere(config, role):
+        if _other_url(config, role):
             raise ConfigError(f"server {role}: {reason}")
         raise ConfigError(f"server {role}: {reason}; bring it up with: {invocation(config, 'up', role)}")
 
@@ -54,9 +55,9 @@ def serving(
     num_speculative_tokens: int = 3,
     log_file: Path | None = None,
 ) -> Iterator[None]:
-    """Bring a role up, with `drafter` (a native EAGLE-3 folder) when given, and down again whatever happens."""
-    if drafter is not None and config.servers.model_dump()[role]["kind"] != "command":
-        raise ConfigError(f"servers.{role}.kind: a drafter is a launch argument, so this role must be a `command`")
+    """Bring a role up, with `drafter` (a folder that vLLM serves) when given, and always down at the end."""
+    if drafter is not None and config.server(role).kind != "command":
+        raise ConfigError(f"servers.{role}.kind: {NEEDS_COMMAND}")
     up(config, role, drafter, num_speculative_tokens, log_file, alone=True)
     try:
         yield
@@ -73,34 +74,34 @@ def up(
     wanted: Callable[[], bool] = lambda: True,
     alone: bool = False,
 ) -> None:
-    """Start a role unless it runs already as asked, and wait until it is ready, or no longer `wanted`.
+    """Start a role unless it already runs with these arguments, and wait until it is ready or no longer `wanted`.
 
-    `alone`: not beside another process of this run that uses the role's server. Raises ConfigError for what the user
-    must change (no such unit, port taken, server in use), ResumableError when the server dies or is not ready in
-    time. A `command` that failed leaves no process behind.
+    `alone`: refuse while another process uses the role's server. Raises ConfigError for what the user must change (no
+    such unit, port taken, server in use) and ResumableError when the server dies or is not ready in time. A `command`
+    that fails leaves no process.
     """
     server = config.server(role)
-    ours = False
+    started = False
     if server.kind == "systemd":
         if _relink(config, role) and systemd.is_active(server):
-            log.info("%s writes for another run: restarting it for this one", server.unit)
+            log.info("%s writes to another run's folder: restarting it for this run", server.unit)
             down(config, role)
         if not systemd.is_active(server):
             systemd.start(server)
     elif server.kind == "command":
-        model_folder.read_architecture(config.target.model)  # before anything is made; vLLM would say it late
+        model_folder.read_architecture(config.target.model)  # a wrong model folder fails here instead of late in vLLM
         line = command(config, role, drafter, num_speculative_tokens)
-        ours = command_server.start(config, role, line, log_file, alone)
+        started = command_server.start(config, role, line, log_file, alone)
     try:
         wait(config, role, wanted)
     except BaseException:
-        if ours:
+        if started:
             down(config, role)
         raise
 
 
 def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Until ready, at most `start_minutes`. Raises ResumableError, after showing the end of the server's log."""
+    """Wait until ready, at most `start_minutes`. Raises ResumableError, after logging the end of the server's log."""
     server = config.server(role)
     started = spoke = time.monotonic()
     restarts, shown = restarts_of(server), None
@@ -108,7 +109,7 @@ def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) 
         signals.raise_if_received()
         waited = time.monotonic() - started
         if not wanted():
-            log.info("server %s: nobody waits for it any more", role)
+            log.info("server %s: no longer needed, not waiting for it", role)
             return
         if not alive(config, role) or restarts_of(server) - restarts >= GIVE_UP_RESTARTS:
             raise ResumableError(f"server {role} died while starting: {_show_tail(config, role)}")
@@ -125,9 +126,9 @@ def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) 
 
 
 def down(config: Config, role: Role, hangs: bool = False) -> None:
-    """Stop a role and wait until its GPU memory is free. An `external` role is left alone, one that hangs is killed.
+    """Stop a role and wait until its GPU memory is free; an `external` role is left running.
 
-    Raises ResumableError naming the processes that still hold the memory.
+    A `command` that `hangs` is soon killed. Raises ResumableError naming the processes that still hold the memory.
     """
     server = config.server(role)
     if server.kind != "external":
@@ -138,8 +139,8 @@ def down(config: Config, role: Role, hangs: bool = False) -> None:
 def stop(config: Config, role: Role, hangs: bool = False, at_most: float = math.inf) -> bool:
     """End the processes of a role; its GPU memory may not be free yet. Returns False when there was nothing to stop.
 
-    A `command` is killed after `at_most` seconds, or earlier when `stop_seconds` are over.
-    Raises ResumableError naming processes that cannot be ended.
+    A `command` is killed after `at_most` seconds, or after `stop_seconds` if that is shorter. Raises ResumableError
+    naming processes that cannot be killed.
     """
     server = config.server(role)
     if server.kind == "external":
@@ -152,7 +153,7 @@ def stop(config: Config, role: Role, hangs: bool = False, at_most: float = math.
 
 
 def wait_free(config: Config, roles: Collection[Role], seconds: float) -> None:
-    """Wait until the GPU memory of these stopped roles is free, except where another role of this run is up.
+    """Wait until the GPU memory of these stopped roles is free, except on GPUs of a role that is still up.
 
     Raises ResumableError naming the processes that still hold the memory after `seconds`.
     """
@@ -165,17 +166,17 @@ def wait_free(config: Config, roles: Collection[Role], seconds: float) -> None:
 
 
 def alive(config: Config, role: Role) -> bool:
-    """Whether the unit or process exists, ready or not. An external server counts as alive."""
+    """Whether the unit is active or the process lives, ready or not. An external server counts as alive."""
     server = config.server(role)
     if server.kind == "systemd":
         return systemd.is_active(server)
     if server.kind == "command":
-        return command_server.running(config, role) is not None
+        return server_record.running(config, role) is not None
     return True
 
 
 def status(config: Config, role: Role) -> dict[str, Any]:
-    """One role as JSON types; `missing` is the sentence that says why it is not ready."""
+    """A role's state as JSON types; `missing` says why it is not ready."""
     server = config.server(role)
     reason = why_unready(config, role)
     external = server.kind == "external"
@@ -186,38 +187,29 @@ def status(config: Config, role: Role) -> dict[str, Any]:
 
 
 def why_unready(config: Config, role: Role, patience: float | None = None) -> Unready | None:
-    """The first reason why the role would not serve a request now, or None when it is ready.
+    """The first reason why the role is not ready, or None when it is.
 
-    `patience`: the seconds that a completion may take. Raises ConfigError or ResumableError when systemctl fails.
+    `patience`: seconds that a completion may take. Raises ConfigError or ResumableError when systemctl fails.
     """
     if alive(config, role):
         reason = readiness.why_unready(config, role, patience)
-        if reason and (url := _elsewhere(config, role)):
-            there = f"this run's server {role} runs at {url}: give this command --set servers.{role}.url={url}"
+        if reason and (url := _other_url(config, role)):
+            there = f"this run's server {role} is at {url}: give this command --set servers.{role}.url={url}"
             return Unready(reason.cause, f"{there} ({reason})")
         return reason
-    return Unready(Cause.NOT_RUNNING, "not running" + _instead(config, role))
-
-
-def _elsewhere(config: Config, role: Role) -> str | None:
-    """The address of this run's own server of a role, when it is up and listens at another one than the config's."""
-    return command_server.elsewhere(config, role) if config.server(role).kind == "command" else None
-
-
-def _instead(config: Config, role: Role) -> str:
-    """What has the address of a role that is down: a server of another run or of none, or another program."""
     server = config.server(role)
-    answers, held = readiness.found_at(server), command_server.at_address(config, role)
-    if answers or held:
-        return f"; at {server.url} is {': '.join(filter(None, (answers, held)))}"
-    return ""
+    found = filter(None, (readiness.found_at(server), address.holder(config, role)))
+    occupied = ": ".join(found)
+    return Unready(Cause.NOT_RUNNING, "not running" + (f"; at {server.url} is {occupied}" if occupied else ""))
 
 
-# Kind `systemd`
+def _other_url(config: Config, role: Role) -> str | None:
+    """The URL of this run's running server of a `command` role, when it is not the config's."""
+    return address.elsewhere(config, role) if config.server(role).kind == "command" else None
 
 
 def _relink(config: Config, role: Role) -> bool:
-    """Make `link` mean this run's hidden states; True when it meant others. A server follows it when it starts."""
+    """Point `link` to this run's hidden states. Returns whether it pointed elsewhere: the unit must then restart."""
     link, folder = config.server(role).link, config.stage_dir("02_hidden_states")
     if link is None or link.resolve() == folder.resolve():
         return False
@@ -229,7 +221,7 @@ def _relink(config: Config, role: Role) -> bool:
         os.replace(new, link)
     except OSError as error:
         raise ConfigError(
-            f"servers.{role}.link: {link} cannot become a link ({error.strerror}); move it away"
+            f"servers.{role}.link: {link} cannot be replaced by a link ({error.strerror}); move it away"
         ) from None
     return True
 
@@ -239,15 +231,12 @@ def restarts_of(server: Server) -> int:
     return systemd.restarts(server) if server.kind == "systemd" else 0
 
 
-# Shared
-
-
 def _show_tail(config: Config, role: Role) -> str:
-    """Show the end of the role's log to the person watching; the server's own last line, for the error."""
+    """Log the end of the server's log. Returns the server's own last line, for an error message."""
     lines = tail(config, role).strip().splitlines() or ["its log is empty"]
     for line in lines:
         log.info("  %s| %s", role, line[:200])
-    # A unit that systemd restarts has begun anew when its death is noticed.
+    # By now systemd may have restarted the unit: the cause of its death is before the lines of the new start.
     dead = max((at for at, line in enumerate(lines) if "Main process exited" in line), default=len(lines))
     return next((line for line in reversed(lines[:dead]) if " systemd[" not in line), lines[-1])[:200]
 
@@ -257,7 +246,7 @@ def tail(config: Config, role: Role) -> str:
     server = config.server(role)
     if server.kind == "systemd":
         return systemd.tail(server)
-    if record := command_server.read_record(config, role):
+    if record := server_record.read(server_record.record_path(config, role)):
         with contextlib.suppress(OSError):
             return "\n".join(Path(record["log"]).read_text(errors="replace").splitlines()[-systemd.TAIL_LINES :])
     return ""

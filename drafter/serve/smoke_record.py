@@ -31,7 +31,7 @@ class Smoke:
 
 @checked.OPEN
 class Entry(TypedDict):
-    """One warm start in smoke.json."""
+    """The smoke test of one warm start in smoke.json."""
 
     length: float
     drafter: str
@@ -44,12 +44,12 @@ def read_all(config: Config) -> dict[str, Any]:
 
 
 def key(config: Config) -> str:
-    """What decides how the warm start is served: its content, the target's, the engine and its arguments."""
+    """Hash of what decides how the warm start is served: its content, the target's, the engine and its arguments."""
     return contracts.content_id([*_models(config), *engine(config)])
 
 
 def engine(config: Config) -> list[Any]:
-    """What serves a drafter: interpreter, arguments, the versions of vLLM."""
+    """The interpreter, arguments and vLLM versions of the server that drafts."""
     own, known = config.servers.evaluate, versions()
     return [own.python, own.args, *(known.get(name) for name in eagle3_folder.ENGINES)]
 
@@ -62,10 +62,10 @@ def record(config: Config, decoded: Decoded, length: float) -> None:
 
 
 def find(config: Config) -> Smoke | None:
-    """The last record of this warm start on this target, whatever the engine's arguments; None without one."""
+    """The latest record of this warm start on this target, with any engine arguments; None without one."""
     drafter, target = _models(config)
     for found in reversed(read_all(config).values()):
-        with contextlib.suppress(ContractError):  # an earlier version recorded the length alone
+        with contextlib.suppress(ContractError):  # a record of an earlier version has no tallies
             entry = checked.validate(Entry, found)
             if (entry["drafter"], entry["target"]) == (drafter, target):
                 tallies = np.array(entry["tallies"], dtype=np.float64).reshape(-1, 1 + DRAFT_TOKENS)
@@ -78,6 +78,6 @@ def _models(config: Config) -> list[str]:
 
 
 def _tally(chunks: list[int]) -> list[int]:
-    """The first chunk comes from the prefill, without a draft."""
+    """Drafted steps, and steps with at least 1, 2, ... tokens accepted. The first chunk has no draft."""
     accepted = [size - 1 for size in chunks[1:]]
     return [len(accepted), *(sum(count >= k for count in accepted) for k in range(1, 1 + DRAFT_TOKENS))]

