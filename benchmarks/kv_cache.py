@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafter.pipeline import rates
+from drafter.pipeline import profiles
 
 LONG_CONTEXT = 16384
 # Decode context parallel size -> requests at once -> tokens a second with an empty context and with LONG_CONTEXT.
@@ -61,7 +61,7 @@ def simulate(
     kv_tokens: float, dcp: int = 1, watermark: float = 0, in_flight: int = 200, rows: int = 3000, seed: int = 0
 ) -> Night:
     """01b with so many tokens of KV cache and requests in flight. Time goes in steps of one block a request."""
-    platform, engine = rates.profile("rtx_pro_6000_x8"), Engine(dcp)
+    platform, engine = profiles.profile("rtx_pro_6000_x8"), Engine(dcp)
     drawn = np.random.default_rng(seed).exponential(platform.answer_tokens.typical, rows)
     lengths = np.minimum(drawn.astype(int) + 1, 8192)
     made = np.zeros(rows, int)
@@ -131,7 +131,7 @@ def main() -> None:
     for watermark in (0, 0.05):  # the shares of rates.CROWDED
         for fitting in (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.2):
             wanted = 200 * (
-                PROMPT + rates.held_when_cut(rates.profile("rtx_pro_6000_x8").answer_tokens.typical, 8192)
+                PROMPT + profiles.held_when_cut(profiles.profile("rtx_pro_6000_x8").answer_tokens.typical, 8192)
             )
             cases[f"fitting_{fitting}_watermark_{watermark}"] = {
                 "kv_tokens": wanted * fitting,

@@ -19,7 +19,7 @@ import yaml
 from drafter import checked, contracts, files, locks, process, run_files, run_locks, signals, torchrun_env
 from drafter.cli import Parser, positive
 from drafter.config import Config, StageName, load, strict_yaml
-from drafter.default_config import default_config
+from drafter.config.default import default_config
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
 from drafter.versions import versions
 

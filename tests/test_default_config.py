@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from drafter import default_config, gpu
+from drafter import gpu
 from drafter.config import ROOT
+from drafter.config.default import default_config
 from drafter.errors import ConfigError
 from drafter.process import run
 
@@ -20,11 +21,11 @@ def test_no_config_is_chosen_for_a_machine_whose_gpus_are_unknown(tmp_path, monk
     chosen = {"exit 9": "smollm2_cpu.yaml", "echo 0, 17": "smollm2_gpu.yaml", "echo 0, [N/A]": "smollm2_gpu.yaml"}
     for body, name in chosen.items():
         program.write_text(f"#!/bin/sh\n{body}\n")
-        assert default_config.default_config().name == name
+        assert default_config().name == name
     gpu.DRIVER.touch()
     program.write_text("#!/bin/sh\nexit 9\n")
     with pytest.raises(ConfigError, match="exit code 9.*name the config"):
-        default_config.default_config()
+        default_config()
 
 
 @pytest.mark.parametrize(("answer", "name"), [("exit 9", "smollm2_cpu"), ("echo 0, 17", "smollm2_gpu")])

@@ -15,7 +15,7 @@ from drafter.config import ROOT
 # A module imports its own package and those before it.
 ORDER = ("", "target", "serve", "generate", "extract", "train", "export", "acceptance", "pipeline")
 CORE = {
-    "__init__", "checked", "cli", "config", "contracts", "default_config", "disk", "errors", "files", "gpu", "intervals",
+    "__init__", "checked", "cli", "config", "contracts", "disk", "errors", "files", "gpu", "intervals",
     "locks", "model_folder", "process", "progress", "run_files", "run_locks", "signals", "stage", "text",
     "torchrun_env", "user_files", "versions",
 }  # fmt: skip

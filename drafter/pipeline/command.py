@@ -6,7 +6,7 @@ from datetime import datetime
 
 from drafter import cli, errors, model_folder, signals
 from drafter.config import load
-from drafter.default_config import default_config
+from drafter.config.default import default_config
 from drafter.errors import Interrupted, StageError
 from drafter.pipeline import deadline, plan, status, trial
 from drafter.pipeline.run import Pipeline, chosen
