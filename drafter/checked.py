@@ -1,4 +1,4 @@
-"""JSON from a file, checked against a type. A refusal is one line that names the field and what is wanted there."""
+"""JSON from a file, validated against a type. An error is one line that names the field and what it must be."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ CLOSED = with_config(ConfigDict(strict=True, extra="forbid"))  # unlisted fields
 
 
 def validate(kind: Any, value: Any) -> Any:
-    """`value`, if it is of the type `kind`. Raises ContractError (`field: what is wanted`)."""
+    """`value`, if it is of the type `kind`. Raises ContractError (`field: what it must be`)."""
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
@@ -41,7 +41,7 @@ def load(path: Path, kind: Any, error: type[StageError] = ContractError, remedy:
 
 
 def read_or_empty(path: Path, kind: Any) -> dict[str, Any]:
-    """A file that the reader can do without: {} if it is missing or not of its kind."""
+    """As `load`, but {} when the file is missing or invalid: for optional files."""
     try:
         return load(path, kind)
     except (FileNotFoundError, NotADirectoryError, ContractError):
@@ -58,7 +58,7 @@ def lines(path: Path, kind: Any, remedy: str = "", journal: bool = False) -> Ite
 
 
 def records_or_empty(path: Path, kind: Any, limit: int | None = None) -> list[dict]:
-    """At most `limit` records of a JSONL file that the reader can do without: [] if it is missing or broken."""
+    """At most `limit` records of a JSONL file; [] when it is missing or invalid: for optional files."""
     try:
         return list(islice(lines(path, kind, journal=True), limit))
     except (OSError, ContractError):
@@ -67,14 +67,14 @@ def records_or_empty(path: Path, kind: Any, limit: int | None = None) -> list[di
 
 @cache
 def record_of(cls: type) -> Any:
-    """The type of the records that a dataclass is made from; fields with a default may be missing."""
+    """The type of the records that `cls`, a dataclass, is made from; fields with a default may be missing."""
     hints = {name: _nested(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
     optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
     return CLOSED(TypedDict(cls.__name__, {n: NotRequired[t] if n in optional else t for n, t in hints.items()}))
 
 
 def _nested(hint: Any) -> Any:
-    """Records for dataclasses, and for lists of them."""
+    """`hint` with dataclasses, also in lists, replaced by their record types."""
     if get_origin(hint) is list:
         return list[_nested(get_args(hint)[0])]
     return record_of(hint) if is_dataclass(hint) else hint

@@ -1,9 +1,9 @@
-"""Four errors and their exit codes: the type says who dies and what to do next."""
+"""Four errors and their exit codes: the type says what ends (a stage or a row) and who must act."""
 
 import re
 import signal
 
-LONGEST_WORD, LONGEST_MESSAGE = 300, 2000  # letters of an error message; what the user gave may be of any length
+LONGEST_WORD, LONGEST_MESSAGE = 300, 2000  # characters of an error message, which may quote user input of any length
 
 
 class StageError(Exception):
@@ -16,25 +16,25 @@ class StageError(Exception):
 
 
 class ConfigError(StageError):
-    """Yours: the message says what to change."""
+    """The user must act: the message says what to change."""
 
     exit_code = 2
 
 
 class ResumableError(StageError):
-    """Nobody's mistake (server gone past its bound, disk reserve reached): run the same command again."""
+    """No mistake (server down too long, disk reserve reached): run the same command again."""
 
     exit_code = 3
 
 
 class ContractError(StageError):
-    """Ours, or a broken file, or a blown failure budget."""
+    """A broken file, an exceeded failure budget, or our bug."""
 
     exit_code = 1
 
 
 def shortened(text: str) -> str:
-    """A message without the middle of its overlong words, and of itself."""
+    """The message with the middle of overlong words, and of the whole, left out."""
     text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _without_middle(word[0], LONGEST_WORD), text)
     return _without_middle(text, LONGEST_MESSAGE)
 
@@ -43,11 +43,11 @@ def _without_middle(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text
     head, tail = longest * 2 // 3, longest // 6
-    return f"{text[:head]}...({len(text) - head - tail} more letters)...{text[-tail:]}"
+    return f"{text[:head]}...({len(text) - head - tail} more characters)...{text[-tail:]}"
 
 
 class RowError(Exception):
-    """One row cannot be used. Counted under `reason`, never fatal.
+    """One row cannot be used. It is counted under `reason` and never ends a stage.
 
     `reason` is one of `contracts.REJECT_REASONS`.
     """
@@ -59,13 +59,13 @@ class RowError(Exception):
 
 
 def next_action(exit_code: int | None) -> str:
-    """What a person does about a stage that ended with this code."""
+    """What the user does about a stage that ended with this exit code, for the end of a sentence."""
     same = "the same command continues there"
-    return f"once that is put right, {same}" if exit_code in (1, 2) else same
+    return f"once that is fixed, {same}" if exit_code in (1, 2) else same
 
 
 class Interrupted(BaseException):
-    """A signal asked the stage to stop. State is saved on the way out; exit code is 128 + signal."""
+    """A signal asked the program to stop. It saves its state; the exit code is 128 + signal."""
 
     def __init__(self, signum: int):
         super().__init__(f"interrupted by {signal.Signals(signum).name}")

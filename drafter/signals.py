@@ -1,4 +1,4 @@
-"""Signals: the first raises Interrupted, later ones are ignored, so that saving is never cut short."""
+"""Signals: the first raises Interrupted, later ones are ignored, so that nothing interrupts saving."""
 
 import contextlib
 import signal
@@ -16,13 +16,13 @@ _muted = False
 
 
 def wanted() -> tuple[int, ...]:
-    """SIGNALS, without SIGHUP where whoever started us has it ignored: under nohup a lost terminal ends nothing."""
+    """SIGNALS, without SIGHUP if it is ignored already: under nohup a lost terminal must not stop the program."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(signum for signum in SIGNALS if not (ignored and signum == signal.SIGHUP))
 
 
 def listen(*signums: int) -> None:
-    """From here on the first of these signals raises Interrupted in the main thread."""
+    """From now on the first of these signals raises Interrupted in the main thread."""
     global _received, _muted
     _received, _muted = None, False
     for signum in signums:
@@ -31,7 +31,7 @@ def listen(*signums: int) -> None:
 
 @contextlib.contextmanager
 def listening(*signums: int) -> Iterator[None]:
-    """`listen` until the end of the block."""
+    """`listen` until the end of the block, then restore the handlers."""
     before = {signum: signal.getsignal(signum) for signum in signums}
     listen(*signums)
     try:
@@ -42,15 +42,15 @@ def listening(*signums: int) -> Iterator[None]:
 
 
 def mute() -> None:
-    """From here on nothing interrupts: what runs is the end."""
+    """From now on ignore every signal: the program is cleaning up."""
     global _muted
     _muted = True
 
 
 def raise_if_received() -> None:
-    """Raise Interrupted if a signal came: Python drops what a handler raises inside a destructor or a callback.
+    """Raise Interrupted if a signal has come: Python drops what a handler raises inside a destructor or a callback.
 
-    For loops of the main path; never on the way out.
+    For the main loops; never call it while cleaning up.
     """
     if _received is not None and not _muted:
         raise Interrupted(_received)
@@ -58,10 +58,10 @@ def raise_if_received() -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """A signal waits for the end of the block: nothing may come between starting a process and knowing it."""
+    """Delay signals to the end of the block, for example between starting a process and recording it."""
     global _holds, _held_back
     if threading.current_thread() is not threading.main_thread():
-        yield  # no handler runs there
+        yield  # handlers run only in the main thread
         return
     _holds += 1
     try:
@@ -74,7 +74,7 @@ def held() -> Iterator[None]:
 
 
 def taken(signum: int) -> None:
-    """An event loop's own handler had the first one: those after the loop are later ones."""
+    """Note that an event loop's own handler received the first signal, so that later ones are ignored."""
     global _received
     _received = signum
 

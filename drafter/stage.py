@@ -1,4 +1,4 @@
-"""What every numbered script shares: arguments, logging, the manifest, the summary line, the exit code."""
+"""What the numbered scripts and the tools share: arguments, logging, the manifest, the summary line, exit codes."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ from drafter.versions import versions
 
 log = logging.getLogger("drafter")
 
-MEND_MANIFEST = "remove it if the config.yaml beside it is today's, else the whole folder"
+REMEDY = "delete it if the config.yaml beside it is the current config, else delete the whole folder"
 
 DISK_FULL = (*locks.DISK_FULL, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
@@ -40,10 +40,10 @@ class Stage:
         self.args = args
         self.folder = config.stage_dir(name)
         self.counts = contracts.Counts()
-        self.facts: dict[str, Any] = {}  # what the manifest records beside counts: rates, tables, notes
+        self.facts: dict[str, Any] = {}  # recorded in the manifest beside the counts: rates, tables, notes
         self.started = time.time()
-        self._clock = time.monotonic()  # how long it takes; the wall clock may be set while it does
-        self.held = contextlib.ExitStack()  # locks, until the call ends
+        self._clock = time.monotonic()  # the wall clock may be set while the stage runs
+        self.held = contextlib.ExitStack()  # locks, held until the call ends
         self._question: dict[str, Any] = {}
         self._before = 0.0  # seconds of earlier calls
 
@@ -52,13 +52,13 @@ class Stage:
         return self.folder / "manifest.json"
 
     def question(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The settings under dotted `keys` that decide what a row means; paths stand for their content."""
+        """The settings under dotted `keys` that decide what a row means; a path is replaced by a fingerprint."""
         return {"schema": contracts.SCHEMA} | {key: _content_of(self.config, key) for key in sorted(keys)}
 
     def require(self, upstream: StageName) -> dict:
-        """Manifest of an earlier stage, after checking that it answered today's question.
+        """Manifest of an earlier stage, after checking that it was made with the same settings.
 
-        Raises ConfigError when the stage has not run, or was asked something else.
+        Raises ConfigError when the stage has not run, or ran with other settings.
         """
         manifest = read_taken(self.config, upstream) or read_manifest(self.config.stage_dir(upstream))
         if manifest is None:
@@ -74,29 +74,29 @@ class Stage:
         *reads: StageName,
         own: Callable[[str, list[Path]], contextlib.AbstractContextManager] | None = None,
     ) -> None:
-        """Hold the stage's folder until the stage's summary is written, and the folders of the stages it `reads`.
+        """Lock the stage's folder and those of the stages it `reads` until the summary is written.
 
-        Nothing is read or written before. Raises ConfigError as `run_locks.stage` does, and for a folder that is
-        taken from another run.
+        Call it before anything is read or written. Raises ConfigError as `run_locks.stage` does, and for a stage that
+        is taken from another run.
         """
         self._refuse_taken()
         self.held.enter_context(run_locks.stage(self.config, self.name, reads, own))
 
     def begin(self, keys: Iterable[str]) -> None:
-        """Claim the stage folder for this question; the manifest is there before the first row.
+        """Write the config and the first manifest, which precede the first row.
 
-        `keys` name the settings that change the meaning of a row. Raises ConfigError when the folder was
-        made for another question, or is taken from another run.
+        `keys` name the settings that decide what a row means. Raises ConfigError when the folder was made with other
+        values of them, or is taken from another run.
         """
         self.refuse_another_question()
         self._before = (read_manifest(self.folder) or {"seconds": 0})["seconds"]
-        self._question = self.question(keys)  # only now: a refusal must not write over the old manifest
+        self._question = self.question(keys)  # only now: a refusal must not overwrite the old manifest
         self.folder.mkdir(parents=True, exist_ok=True)
         files.write_text(self.folder / "config.yaml", self.config.dump())
         self._write_manifest("running")
 
     def refuse_another_question(self) -> None:
-        """Raises ConfigError when the folder was made for another question, or is taken from another run."""
+        """Raises ConfigError when the folder was made with other settings, or is taken from another run."""
         self._refuse_taken()
         manifest = read_manifest(self.folder)
         if manifest is not None:
@@ -104,12 +104,12 @@ class Stage:
 
     def _refuse_taken(self) -> None:
         if self.name in self.config.run.take:
-            raise ConfigError(f"run.take: {self.folder} belongs to another run, which this one only reads")
+            raise ConfigError(f"run.take: {self.folder} belongs to another run and is only read here")
 
     def _refuse_changes(self, manifest: dict, owner: str) -> None:
         if not isinstance(manifest.get("question"), dict):
             path = self.config.stage_dir(owner) / "manifest.json"
-            raise ContractError(f"{path} is broken (question: there is none); {MEND_MANIFEST}")
+            raise ContractError(f"{path} is broken (no question); {REMEDY}")
         differing = [
             f"{key} (was {was!r}, is {now!r})"
             for key, was in manifest["question"].items()
@@ -122,7 +122,7 @@ class Stage:
             )
 
     def finish(self) -> dict:
-        """Write the final manifest and return the summary. Complete means nothing pending."""
+        """Write the final manifest, "complete" when nothing is pending, and return it as the summary."""
         status = "complete" if self.counts.pending == 0 else "partial"
         return self._write_manifest(status)
 
@@ -147,7 +147,7 @@ class Stage:
 
 
 def _content_of(config: Config, key: str) -> Any:
-    """A setting's value, or for a path the fingerprint of what is there."""
+    """A setting's value, or for a path the fingerprint of the file or folder."""
     if key == "schema":
         return contracts.SCHEMA
     node: Any = config
@@ -155,20 +155,20 @@ def _content_of(config: Config, key: str) -> Any:
         node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
     if isinstance(node, Path):
         return files.fingerprint_path(node)
-    return None if node is None else config.value(key)  # an earlier version may have had other settings
+    return None if node is None else config.value(key)  # None: a setting of another version
 
 
 def read_manifest(folder: Path) -> dict | None:
     """A stage's manifest, or None when the stage has not begun. Raises ContractError on a broken file."""
     try:
-        found = checked.load(folder / "manifest.json", run_files.Manifest, remedy=MEND_MANIFEST)
+        found = checked.load(folder / "manifest.json", run_files.Manifest, remedy=REMEDY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return {"status": "unknown", "facts": {}, "seconds": 0} | found
 
 
 def read_resolved(folder: Path) -> dict | None:
-    """The config that a stage was made with, or None when there is none. Raises ContractError on a broken file."""
+    """The config that a stage was made with, or None without one. Raises ContractError on a broken file."""
     path = folder / "config.yaml"
     try:
         return checked.validate(run_files.Resolved, strict_yaml.load(path.read_text()))
@@ -179,7 +179,7 @@ def read_resolved(folder: Path) -> dict | None:
 
 
 def read_taken(config: Config, name: StageName) -> dict | None:
-    """Manifest of a stage taken from another run, None of the run's own. Raises ConfigError unless it is finished."""
+    """Manifest of a stage that run.take names, else None. Raises ConfigError unless that stage is finished."""
     folder = config.run.take.get(name)
     if folder is None:
         return None
@@ -190,7 +190,7 @@ def read_taken(config: Config, name: StageName) -> dict | None:
 
 
 def tool_parser(description: str, prog: str | None = None) -> Parser:
-    """The arguments every command takes."""
+    """The arguments of every command."""
     result = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--config", metavar="FILE", help="default: the small model's, for a GPU where there is one")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
@@ -198,41 +198,45 @@ def tool_parser(description: str, prog: str | None = None) -> Parser:
 
 
 def parser(description: str) -> Parser:
-    """The arguments every script takes. What describes the run is config; verbs are flags."""
+    """The arguments of every numbered script. Settings of the run are config; actions are flags."""
     result = tool_parser(description)
     result.add_argument("--limit", type=positive, metavar="N", help="handle at most N rows")
-    result.add_argument("--dry-run", action="store_true", help="offline: say what would be done and what is missing")
+    result.add_argument("--dry-run", action="store_true", help="offline: show what would be done and what is missing")
     return result
 
 
-def run_tool(
-    name: str,
-    body: Callable[[Config, argparse.Namespace], int | None],
-    arguments: Parser,
-    argv: list[str] | None,
-) -> int:
-    """Run a command that is no stage: it prints for a person, an error is one line, the exit codes are a stage's.
-
-    `body` may return one of its own.
-    """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
-    try:
-        with signals.listening(*signals.wanted()):
-            args = arguments.parse_intermixed_args(argv)  # options before, between and after the names
-            code = body(load(args.config or default_config(), args.overrides), args)
+def run_command(name: str, body: Callable[[], int | None], conclude: Callable[[int], None] = lambda _: None) -> int:
+    """Run `body`; an error becomes one line on stderr. Returns the exit code, after `conclude` was called with it."""
+    log_to_stderr()
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be valid text
+    with signals.listening(*signals.wanted()):
+        try:
+            code = body() or 0
             sys.stdout.flush()
-            return code or 0
-    except BrokenPipeError:  # whoever reads has seen enough
-        return 1
-    except (StageError, OSError) as error:
-        known = error if isinstance(error, StageError) else of_the_machine(error)
-        if known is None:
-            raise
-        print(f"{name}: {known}", file=sys.stderr)
-        return known.exit_code
-    except Interrupted as stop:
-        return stop.exit_code
+        except BrokenPipeError:  # the reader of our output has closed it
+            return 1
+        except (StageError, OSError) as error:
+            known = as_stage_error(error)
+            if known is None:
+                raise
+            print(f"{name}: {known}", file=sys.stderr)
+            code = known.exit_code
+        except Interrupted as stop:
+            code = stop.exit_code
+        conclude(code)
+        return code
+
+
+def run_tool(
+    name: str, body: Callable[[Config, argparse.Namespace], int | None], arguments: Parser, argv: list[str] | None
+) -> int:
+    """Run a command that is no stage, with the config that its arguments name."""
+
+    def with_config() -> int | None:
+        args = arguments.parse_intermixed_args(argv)  # options before, between and after the names
+        return body(load(args.config or default_config(), args.overrides), args)
+
+    return run_command(name, with_config)
 
 
 def run_stage(
@@ -241,10 +245,8 @@ def run_stage(
     arguments: argparse.ArgumentParser,
     argv: list[str] | None = None,
 ) -> int:
-    """Run a stage's story: one JSON line on stdout, talk on stderr, and the exit code that says who acts next."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    for noisy in ("httpx", "httpx2", "httpcore", "openai"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    """Run a stage: one JSON line on stdout, the log on stderr, and an exit code that says who must act."""
+    log_to_stderr()
     signals.listen(*signals.wanted())
     stage: Stage | None = None
     try:
@@ -266,7 +268,7 @@ def run_stage(
             code = 0 if args.dry_run else ResumableError.exit_code
     except StageError as error:
         if stage is not None and args.dry_run and not stage.config.target.model.exists():
-            # Without the model a plan ends here; what is missing is a finding, the config may be right elsewhere.
+            # A dry run cannot go on without the model. That is a finding, since the config may be right elsewhere.
             summary, code = {"stage": name, "dry_run": True, "pending": 1, "findings": [str(error)]}, 0
         else:
             summary, code = _failure(stage, name, str(error)), error.exit_code
@@ -275,14 +277,14 @@ def run_stage(
     except BrokenPipeError:
         return 1
     except Exception as error:
-        if known := of_the_machine(error):
+        if known := as_stage_error(error):
             summary, code = _failure(stage, name, str(known)), known.exit_code
         else:
             traceback.print_exc()
             summary, code = _failure(stage, name, f"our bug: {error!r}"), 1
     finally:
         if stage is not None:
-            stage.held.close()  # only now, or the next call's manifest would be overwritten
+            stage.held.close()  # after the manifest, which the next call may overwrite
     if "error" in summary:
         print(f"{name}: {summary['error']}", file=sys.stderr)
     if is_main_process():
@@ -291,15 +293,19 @@ def run_stage(
 
 
 def summarise(summary: dict, code: int) -> None:
-    """The line of data at the end. Of a failure a person at a terminal has just been told in words."""
+    """Print the summary as one line of JSON; not after an error on a terminal, which shows the message already."""
     if not code or not sys.stdout.isatty():
-        # torchrun has an exit code of its own, so the summary carries ours.
+        # torchrun exits with its own code, so the summary carries the stage's.
         print(json.dumps(summary | {"exit_code": code}), flush=True)
 
 
-def of_the_machine(error: Exception) -> StageError | None:
-    """What a full disk, a forbidden or impossible path or a broken disk means for who acts next; else None."""
-    number = error.errno if isinstance(error, OSError) else None
+def as_stage_error(error: Exception) -> StageError | None:
+    """The error itself, or what a full disk, a forbidden or impossible path or a broken disk means; else None."""
+    if isinstance(error, StageError):
+        return error
+    if not isinstance(error, OSError):
+        return None
+    number = error.errno
     if number in DISK_FULL:
         return ResumableError(f"{error.strerror}; free some space and run the same command again")
     if number in FORBIDDEN:
@@ -317,8 +323,12 @@ def _failure(stage: Stage | None, name: str, message: str, status: str = "failed
     return summary
 
 
+def log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+
 def say(message: str, *args: Any) -> None:
-    """Talk to the person watching (stderr)."""
+    """Log a message for the user (stderr)."""
     log.info(message, *args)
 
 

@@ -376,7 +376,7 @@ def test_a_message_does_not_repeat_a_hundred_thousand_letters(override):
 def test_a_shortened_message_says_how_much_is_missing():
     message = str(ConfigError(f"no config file {'a' * 1000}, did you mean status?"))
     assert message.startswith("no config file aaa") and message.endswith(", did you mean status?")
-    assert "...(751 more letters)..." in message
+    assert "...(751 more characters)..." in message
 
 
 @pytest.mark.parametrize("text", ["\u0663", "\u00b2", "\u0661\u0662", "0", "-1", "+1", "1_0", " 1", "9" * 5000, ""])

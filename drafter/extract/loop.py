@@ -26,7 +26,7 @@ from drafter.extract.request import Capture, StateFormat
 from drafter.extract.worklist import Item, Rejected, Share
 from drafter.progress import Progress
 from drafter.serve.vllm_command import captured_layer_ids
-from drafter.stage import of_the_machine, say
+from drafter.stage import as_stage_error, say
 
 ATTEMPTS = 3  # of a row whose states were bad or never came, while the server lived
 RESTARTS = 20  # of the server, that one row may live through
@@ -303,7 +303,7 @@ class Extraction:
             try:
                 await asyncio.to_thread(self._commit)
             except OSError as error:  # what it was to vouch for is checked by the next run
-                self._stop = of_the_machine(error) or ResumableError(f"{self.folder}: {error.strerror}; run it again")
+                self._stop = as_stage_error(error) or ResumableError(f"{self.folder}: {error.strerror}; run it again")
                 return
             asked = self.config.extract.reserve_gb
             free, reserve = files.free_bytes(self.folder), asked * 1e9

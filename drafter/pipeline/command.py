@@ -1,27 +1,24 @@
-"""The command `run_pipeline.sh`: what its arguments ask for, one line for what goes wrong, and the exit code."""
+"""The command `run_pipeline.sh`: what its arguments ask for."""
 
 import logging
-import sys
 from datetime import datetime
 
 from drafter import cli, errors, model_folder, signals
 from drafter.config import load
 from drafter.config.default import default_config
-from drafter.errors import Interrupted, StageError
+from drafter.errors import Interrupted
 from drafter.pipeline import deadline, plan, status, trial
 from drafter.pipeline.run import Pipeline, chosen
-from drafter.stage import of_the_machine, summarise
+from drafter.stage import run_command, summarise
 from drafter.target import default_model
 
 log = logging.getLogger("drafter")
 
 
 def main(argv: list[str] | None = None) -> int:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
-    signals.listen(*signals.wanted())
-    pipeline: Pipeline | None = None
-    try:
+    pipelines: list[Pipeline] = []
+
+    def body() -> int:
         args = cli.parse(argv)
         config = load(args.config or default_config(), args.overrides)
         if args.status:
@@ -43,18 +40,14 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if config.target.model == model_folder.DEFAULT_MODEL:
             default_model.ensure()
-        code = pipeline.run()
-    except BrokenPipeError:  # whoever reads has seen enough
-        return 1
-    except Interrupted as stop:
-        log.info("%s: what is done is kept, %s", stop, errors.next_action(None))
-        code = stop.exit_code
-    except (StageError, OSError) as error:
-        known = error if isinstance(error, StageError) else of_the_machine(error)
-        if known is None:
-            raise
-        print(f"run_pipeline.sh: {known}", file=sys.stderr)
-        code = known.exit_code
-    if pipeline and pipeline.begun:
-        summarise(pipeline.state, code)
-    return code
+        pipelines.append(pipeline)
+        return pipeline.run()
+
+    def conclude(code: int) -> None:
+        if code - 128 in signals.SIGNALS:
+            log.info("%s: finished work is kept, %s", Interrupted(code - 128), errors.next_action(None))
+        for pipeline in pipelines:
+            if pipeline.begun:
+                summarise(pipeline.state, code)
+
+    return run_command("run_pipeline.sh", body, conclude)

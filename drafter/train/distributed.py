@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drafter import torchrun_env
 from drafter.errors import ResumableError, StageError
-from drafter.stage import of_the_machine
+from drafter.stage import as_stage_error
 
 Kind = Literal["ddp", "fsdp2"]
 
@@ -102,7 +102,7 @@ class Ranks:
                 failed = error
         for _ in together:
             pass
-        known = failed and (of_the_machine(failed) or failed)
+        known = failed and (as_stage_error(failed) or failed)
         code = 0 if failed is None else getattr(known, "exit_code", 1)
         if (said := int(self.sum(torch.tensor(code, device=self.device)))) and failed is None:
             raise MainFailed(said)

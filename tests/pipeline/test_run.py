@@ -464,7 +464,7 @@ def test_a_signal_at_any_other_point_leaves_no_process(night, point):
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=10)
     assert running.returncode == 130 and night.leftovers() == [] and "Traceback" not in err
-    assert ("interrupted by SIGINT: what is done is kept" in err) and ("a server" in point or out == "")
+    assert ("interrupted by SIGINT: finished work is kept" in err) and ("a server" in point or out == "")
     assert not out or json.loads(out)["status"] == "interrupted"
 
 
