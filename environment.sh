@@ -67,7 +67,8 @@ install_into() {  # install_into VENV LIST...: a list named *-nodeps.txt names e
   shift
   for list in "$@"; do
     options=(); [[ $list == *-nodeps.txt ]] && options=(--no-deps)
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${options[@]}" -r "$list" || return
+    # Only errors: the lists without dependencies leave out, on purpose, what pip would miss and warn of.
+    "$venv/bin/python" -m pip install -qq --no-warn-conflicts --disable-pip-version-check "${options[@]}" -r "$list" || return
   done
 }
 

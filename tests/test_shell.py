@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import pip
 import pytest
 
 from drafter.config import ROOT
@@ -94,6 +96,50 @@ def test_the_tests_run_however_they_are_called(project, tmp_path, how):
     done = call([*line[how], "-k", "x"], tmp_path, PYTHON=str(fake), CDPATH=f".:{tmp_path}")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"{project} -m pytest -q -k x"
+
+
+def test_a_scratch_file_in_the_root_is_not_checked(project, tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\n[ "$2" != ruff ] || exec "{sys.executable}" "$@"\n')
+    fake.chmod(0o755)
+    (project / "benchmarks").mkdir()
+    (project / "drafter/pipeline.py").unlink()
+    for name in ("01b_x.py", "tests/x.py"):
+        (project / name).touch()
+    line = [project / "tests/run.sh", "-k", "x"]
+    (project / "scratch.py").write_text("import os;\nx = 'unformatted'")
+    done = call(line, tmp_path, PYTHON=str(fake))
+    assert done.returncode == 0, done.stdout
+    (project / "01b_x.py").write_text("import os\n")
+    done = call(line, tmp_path, PYTHON=str(fake))
+    assert done.returncode == 1 and "01b_x.py" in done.stdout
+
+
+def wheel(folder: Path, name: str, *needs: str) -> Path:
+    """An empty package."""
+    path, info = folder / f"{name}-1-py3-none-any.whl", f"{name}-1.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n" + "".join(f"Requires-Dist: {n}\n" for n in needs)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_an_installation_shows_pips_errors_and_no_warning_of_packages_left_out_on_purpose(project, tmp_path):
+    made = install(project)
+    [empty] = made.glob("lib/*/site-packages/pip")
+    empty.rmdir()
+    empty.symlink_to(Path(pip.__file__).parent)
+    (project / LISTS[1]).write_text(str(wheel(tmp_path, "needy", "left-out")))
+    assert call([project / "run_pipeline.sh"], tmp_path).stderr == ""
+    (project / LISTS[0]).write_text(str(wheel(tmp_path, "other")))
+    done = call([project / "run_pipeline.sh"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"{made} ")
+    assert {path.name for path in empty.parent.glob("*.dist-info")} == {"needy-1.dist-info", "other-1.dist-info"}
+    (project / LISTS[0]).write_text(f"{tmp_path}/absent-1-py3-none-any.whl")
+    done = call([project / "run_pipeline.sh"], tmp_path)
+    assert done.returncode != 0 and "ERROR" in done.stderr and "absent-1" in done.stderr
 
 
 def test_an_installed_project_runs_from_a_folder_that_cannot_be_written(project, tmp_path):
