@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,11 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_jsonl(path: Path, records: Iterable[dict]) -> None:
+    with publish(path) as part, open(part, "w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(record)}\n" for record in records)
 
 
 def read_note(path: Path, **needed: type) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs inside vLLM: hands every request's hidden states to a writing process, which checks, writes and renames.
+"""Runs inside vLLM: passes each request's hidden states to a writer process, which checks, writes and renames them.
 
 A request names its file in `kv_transfer_params`:
 
@@ -6,19 +6,19 @@ A request names its file in `kv_transfer_params`:
      "layer_ids": [...], "dtype": "bf16" | "fp8", "target": <fingerprint of the target, for the files' headers>}
 
 Files are keyed by the prompt's content because one HTTP request may carry many prompts but only one set of
-parameters; a prompt that reached the engine changed finds no file. The reply says who writes, or why nobody does:
+parameters; a prompt that was changed on its way to the engine gets no file. The reply names the writer, or the error:
 
     {"writer": <path>, "runner": "v1" | "v2", "error": null | "..."}
 
-The reply comes before the file. A `.part` is always whole and checked; if writing fails, `.error` beside it says why.
-`writer` is a file on which this process holds a lock, so a client can tell a late file from a dead server. `runner`
-is the version of vLLM's model runner, which collects the states. Whatever a request names, nothing is written outside
-the folder that the server was started with.
+The reply arrives before the file. A `.part` file is always complete and checked; if writing fails, a `.error` file
+beside it gives the reason. `writer` is a file that this process keeps locked, so a client can tell a late file from a
+dead server. `runner` is the version of vLLM's model runner, which collects the states. Nothing is written outside the
+folder that the server was started with, whatever a request names.
 
-vLLM's own connector supplies the registration of the cache and the search for its group. What is replaced, and why,
-on vLLM 0.26 and 0.32: its write path needs CUDA, outruns the disk without bound and tells nobody about failures;
-a request aborted before it was scheduled raises on 0.26, and one aborted during prefill is written half empty; under
-tensor parallelism 0.26 waits for a notice from every rank while only one writes, and keeps the blocks for ever.
+vLLM's own connector registers the cache and finds its group. The rest is replaced, on vLLM 0.26 and 0.32, because
+its write path needs CUDA, queues without bound when the disk is slower, and reports no failures; a request aborted
+before it was scheduled raises on 0.26, and one aborted during prefill is written half empty; under tensor parallelism
+0.26 waits for a notice from every rank although only one writes, and never frees the blocks.
 """
 
 import contextlib
@@ -46,12 +46,12 @@ from drafter.extract.writer import File, Region, Writer
 
 logger = init_logger(__name__)
 
-GATHER_BYTES = 64 << 20  # of states that are copied at once: device memory beyond vLLM's own
+GATHER_BYTES = 64 << 20  # states that are copied at once; this device memory comes on top of vLLM's own
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One finished prompt whose states still lie in the cache."""
+    """A finished prompt whose states are still in the cache."""
 
     req_id: str
     part: Path
@@ -76,11 +76,11 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         self._model = vllm_config.model_config.served_model_name
         self._hidden_size = vllm_config.model_config.get_hidden_size()
         draft = vllm_config.speculative_config.draft_model_config.hf_config
-        # The engine collects them while it walks through the layers, whatever the order they were asked in.
+        # The engine collects them in layer order, whatever order they were configured in.
         self._captured = sorted(draft.eagle_aux_hidden_state_layer_ids)
 
         # scheduler side
-        runs_v2 = getattr(vllm_config, "use_v2_model_runner", False)  # 0.26 lacks the property where it has no choice
+        runs_v2 = getattr(vllm_config, "use_v2_model_runner", False)  # 0.26 has no such property on some platforms
         self._runner = "v2" if runs_v2 else "v1"
         self._new_saves: list[Save] = []
         self._writer = ""
@@ -92,7 +92,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         self._queue_bytes = max(int(extra("queue_gb", 4) * 1e9), self._bytes(longest, len(self._captured)))
         self._threads = extra("num_writer_threads", 8)
         self._out: Writer | None = None
-        self._waiting: deque[Save] = deque()  # their cache blocks are held, which slows the engine down at last
+        self._waiting: deque[Save] = deque()  # they hold cache blocks, so a long queue slows the engine down
         self._copying: dict[str, torch.cuda.Event | None] = {}
 
     def get_finished_count(self) -> int:
@@ -106,7 +106,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         if "files" not in params or prompt is None:
             return False, None
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
-            return False, None  # aborted, maybe before or during its prefill
+            return False, None  # aborted, possibly before or during its prefill
         try:
             save = self._plan(request.request_id, params, list(prompt), list(block_ids))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -118,23 +118,25 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         return {"writer": self._writer, "runner": self._runner, "error": error}
 
     def request_finished_all_groups(self, request, block_ids):
-        """On a model with several cache groups; a request that was never scheduled may have none."""
+        """For models with several cache groups; a request that was never scheduled may have no group."""
         group = self._cache_kv_group_id
         return self.request_finished(request, block_ids[group] if group < len(block_ids) else [])
 
     def _plan(self, req_id: str, params: dict, prompt: list[int], block_ids: list[int]) -> Save:
         """Raises ValueError, KeyError, TypeError or AttributeError on parameters that cannot be honoured."""
         if not params["layer_ids"] or len(set(params["layer_ids"])) < len(params["layer_ids"]):
-            raise ValueError(f"layers {params['layer_ids']}: at least one, each once")  # else they may never fit
+            raise ValueError(
+                f"layers {params['layer_ids']}: at least one, each once"
+            )  # repeats could exceed the arena
         if unknown := sorted(set(params["layer_ids"]) - set(self._captured)):
-            raise ValueError(f"layers {unknown} are not captured; the server was started with {self._captured}")
+            raise ValueError(f"layers {unknown} are not captured; the server captures {self._captured}")
         if params["dtype"] not in ("bf16", "fp8"):
-            raise ValueError(f"no such dtype: {params['dtype']}")
-        if len(block_ids) * self._block_size < len(prompt) or 0 in block_ids:  # 0: a block that was given up
+            raise ValueError(f"unknown dtype {params['dtype']}")
+        if len(block_ids) * self._block_size < len(prompt) or 0 in block_ids:  # 0: a block that was freed
             raise ValueError(f"the cache no longer holds all {len(prompt)} positions")
         target = params.get("target")
         if not isinstance(target, str | None) or len(target or "") > 64:
-            raise ValueError("target: a fingerprint of at most 64 characters")  # the header's size is planned with it
+            raise ValueError("target: a fingerprint of at most 64 characters")  # the header's size depends on it
         part = self._inside(params["files"][states.ids_digest(prompt)])
         return Save(req_id, part, prompt, block_ids, params["layer_ids"], params["dtype"], target)
 
@@ -192,7 +194,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
             self._out.close()
 
     def _next(self) -> list[Save]:
-        """The first saves of those that wait, as many as are copied together."""
+        """The first waiting saves that are copied together."""
         group: list[Save] = []
         size, most = 0, min(GATHER_BYTES, self._out.size // 4)
         for save in self._waiting:
@@ -203,7 +205,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         return group
 
     def _size(self, save: Save) -> int:
-        """Bytes of a save's copy, whole blocks of the cache; the compact format needs less."""
+        """Bytes that a save's copy needs at most: whole cache blocks in bf16."""
         return self._bytes(self._rounded(len(save.token_ids)), len(save.layer_ids))
 
     def _bytes(self, tokens: int, layers: int) -> int:
@@ -213,7 +215,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         return -(-tokens // self._block_size) * self._block_size
 
     def _start(self, group: list[Save], region: Region) -> None:
-        """Queue the copy from the cache and the writes behind it."""
+        """Queue the copy from the cache and the writes that follow it."""
         gathered, event = self._gather(group, region)
         files = []
         for save, tensors in zip(group, gathered, strict=True):
@@ -231,10 +233,10 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         }
 
     def _gather(self, group: list[Save], region: Region) -> tuple[list[dict[str, Tensor]], "torch.cuda.Event | None"]:
-        """Each file's states as tensors in the arena, complete once the event (None: now) has happened.
+        """Copy each file's states into the arena. Returns the tensors and the event that completes them (None: now).
 
-        One kernel and one copy serve all saves of a group: a row of a few hundred tokens would cost the engine more
-        in launches than in bytes.
+        One kernel and one copy serve all saves of a group, since for rows of a few hundred tokens kernel launches
+        would cost the engine more than the copying.
         """
         cache = self._kv_cache
         if (
@@ -263,7 +265,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
                 for name, part in parts.items():
                     host[name][place].copy_(part, non_blocking=True)
             if on_gpu:
-                event = torch.cuda.Event(blocking=True)  # who waits must not spin on the engine's cores
+                event = torch.cuda.Event(blocking=True)  # waiting must not spin on the engine's cores
                 event.record()
         files, start = [], 0
         for save, held in zip(group, positions, strict=True):
@@ -289,7 +291,7 @@ def _alike(one: Save, other: Save) -> bool:
 
 
 def _announce(folder: Path) -> tuple[str, int]:
-    """A file in `folder` that is locked while this process lives, and the descriptor that holds the lock."""
+    """Create a file in `folder` that stays locked until this process ends; returns its path and descriptor."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         _remove_unlocked(old)
@@ -299,11 +301,11 @@ def _announce(folder: Path) -> tuple[str, int]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return str(path), fd
-        os.close(fd)  # another engine removed it before it was locked
+        os.close(fd)  # another engine removed it before this one locked it
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove the file of an engine that is gone, with its lock held: a new engine then sees that its own is lost."""
+    """Remove the file of a dead engine, holding its lock, so that a new engine notices if its own file is removed."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

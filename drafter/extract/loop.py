@@ -1,7 +1,7 @@
-"""One client's way through its rows of stage 02: asked for, published, probed, made durable, vouched for.
+"""The main loop of stage 02: request rows, publish their files, probe them, and record them in the journal.
 
-Rows are durable in groups: once a second the file system is synced, and only then do their entries reach the journal,
-so that a journal entry vouches for its file.
+Once a second the file system is synced, and only then are the published rows written to the journal: a row in the
+journal has a durable file.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ContractError, ResumableError, RowError, StageError
 from drafter.extract import last_position, probe, states
-from drafter.extract.request import Capture, StateFormat
-from drafter.extract.worklist import Item, Rejected, Share
+from drafter.extract.request import Capture, StateFormat, disk_full
+from drafter.extract.worklist import Item, Rejected, Share, journal_path
 from drafter.progress import Progress
 from drafter.serve.vllm_command import captured_layer_ids
 from drafter.stage import as_stage_error, say
 
-ATTEMPTS = 3  # of a row whose states were bad or never came, while the server lived
-RESTARTS = 20  # of the server, that one row may live through
+ATTEMPTS = 3  # for a row whose states were wrong or missing while the server was running
+RESTARTS = 20  # attempts for a row whose server died
 PARITY_ROWS = 32
-SHARE_AFTER = 20  # failures below this number never blow the budget
+SHARE_AFTER = 20  # failures are compared with max_failure_share only above this number
 
 
 class FirstLoss(Protocol):
-    """`drafter.train.fp8_cost.FirstLoss`, which stands after this module."""
+    """`drafter.train.fp8_cost.FirstLoss`, which this package must not import."""
 
     def add(self, entry: IndexEntry, file: Path) -> None: ...
 
@@ -43,7 +43,7 @@ class FirstLoss(Protocol):
 
 
 class Extraction:
-    """One client's way through its rows; `entries` and `rejected` grow as rows are settled."""
+    """Extraction of the rows in `todo`; `entries` and `rejected` grow as rows are done."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Extraction:
         self.rejected: list[Rejected] = []
         self.retries: Counter[str] = Counter()
         self.probes: list[dict] = []
-        self.parity: dict | None = None  # of the compact format
+        self.parity: dict | None = None  # error of the compact format
         self.engine: dict[str, str] = {}
         self.differences: list[float] = []  # at the last positions of rows, in nat
-        self.seconds = 0.0  # of sending and collecting, without the first probe
+        self.seconds = 0.0  # without the first probe
         self.tokens = 0
-        self._journal = files.Journal(folder / ".journal" / f"{share}.jsonl", sync_seconds=float("inf"))
+        self._journal = files.Journal(journal_path(folder, share), sync_seconds=float("inf"))
         self._uncommitted: list[IndexEntry] = []
         self._committing = threading.Lock()
         self._attempts: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class Extraction:
             raise self._stop
 
     async def probe_once(self) -> None:
-        """The probe alone, on all rows. Raises ContractError when their states are wrong."""
+        """Only probe the server, with all rows. Raises ContractError when their states are wrong."""
         async with self._open(concurrency=8, outage_minutes=1) as self._capture:
             result, _parts = await self.probe_rows(self.todo)
             if not result.passed:
@@ -106,7 +106,7 @@ class Extraction:
         return Capture(self.config, self.folder, concurrency, outage_minutes, self._probe)
 
     def facts(self) -> dict:
-        """What the manifest records of this run."""
+        """Facts for the manifest."""
         return {
             "extracted_rows": len(self.entries),
             "extracted_tokens": self.tokens,
@@ -123,7 +123,7 @@ class Extraction:
         } | ({"parity": self.parity} if self.parity else {})
 
     async def _first_probe(self) -> None:
-        """The first rows get their final names only after they were shown to be the right states."""
+        """Probe the first rows; only then publish them."""
         items = self.todo[: self.config.extract.probe_rows]
         result, parts = await self.probe_rows(items)
         if not result.passed:
@@ -140,7 +140,10 @@ class Extraction:
             await self._measure_parity()
 
     async def probe_rows(self, items: list[Item]) -> tuple[probe.Result, dict[Item, Path]]:
-        """Whole, checked, unpublished files of a few rows, and whether they are right. Raises ContractError."""
+        """Capture a few rows and compare them with the server: the result and the unpublished files.
+
+        Raises ContractError.
+        """
         parts = await self._capture.capture_files(items, self._asked)
         pairs = [(item.input_ids(), part) for item, part in parts.items()]
         result = await self._probe.check(self._capture.client, pairs)
@@ -149,9 +152,9 @@ class Extraction:
         return result, parts
 
     async def _measure_parity(self) -> None:
-        """What the compact format costs, printed and recorded: some rows once more in bf16, one at a time.
+        """Capture some rows again in bf16 and record what the compact format costs on them.
 
-        The relative error of their auxiliary states, and the warm start's first loss where there is one.
+        That is the relative error of the auxiliary states, and with a warm start its first loss.
         """
         asked, errors = StateFormat(self._asked.layer_ids, "bf16"), []
         for item in self.todo[:PARITY_ROWS]:
@@ -170,7 +173,7 @@ class Extraction:
             say("fp8: the warm start's first loss is %.4f, %.4f on bf16 states", losses["fp8"], losses["bf16"])
 
     async def _with_neighbours(self, items: list[Item]) -> dict[Item, Path]:
-        """Unpublished files, the layers above the asked ones in them. Raises ContractError when they are mixed up."""
+        """Unpublished files that also hold the layers above the asked ones. Raises ContractError on a mix-up."""
         captured = tuple(captured_layer_ids(self.config))
         parts = await self._capture.capture_files(items, StateFormat(captured, "bf16"))
         for part in parts.values():
@@ -188,7 +191,7 @@ class Extraction:
         for item in [item for item in self.todo if item.row_id in self.entries]:  # those of the first probe
             self.progress.skip()
             self._settle(item)
-        # Files of replied requests may be late: their requests no longer count as in flight, but are bounded too.
+        # A replied request no longer counts as in flight, but its file may still be missing: bound both.
         room = asyncio.Semaphore(4 * self.config.extract.concurrency)
         try:
             async with asyncio.TaskGroup() as group:
@@ -202,7 +205,7 @@ class Extraction:
             self.seconds = time.monotonic() - self._started
 
     def _batches(self, items: list[Item]) -> Iterator[list[Item]]:
-        """Rows that share a request: up to `tokens_per_request`, no two with the same ids."""
+        """Rows that are sent in one request: up to `tokens_per_request` tokens, no two rows with the same ids."""
         batch: list[Item] = []
         for item in items:
             full = sum(other.tokens for other in batch) + item.tokens > self.config.extract.tokens_per_request
@@ -214,19 +217,19 @@ class Extraction:
             yield batch
 
     async def _deliver(self, batch: list[Item]) -> None:
-        """Until every row of the batch is published or rejected: together first, then alone."""
+        """Publish or reject every row of the batch; rows that fail together are sent again one by one."""
         again = await self._attempt(batch)
         for item in again:
             while self._stop is None and await self._attempt([item]):
                 pass
 
     async def _attempt(self, batch: list[Item]) -> list[Item]:
-        """One request; the rows that need another."""
+        """Send one request; returns the rows that need another."""
         try:
             sent, writer = await self._capture.request(batch, self._asked)
         except RowError as error:
             if len(batch) > 1:
-                return batch  # one of them spoils the request; alone it will be found
+                return batch  # one row makes the request fail; sent alone it is found
             if error.reason in ("bad_reply", "bad_states"):
                 return self._once_more(batch[0], error)
             self._reject(batch[0], error)
@@ -238,7 +241,7 @@ class Extraction:
                 self._publish(item, outcome)
                 self._advance(item)
             elif outcome.reason == "disk_full":
-                self._stop = ResumableError(f"no space left below {self.folder}; free some and run the same again")
+                self._stop = disk_full(self.folder)
             else:
                 again += self._once_more(item, outcome)
         for item, error in late.items():
@@ -254,7 +257,7 @@ class Extraction:
         self._uncommitted.append(entry)
 
     def _once_more(self, item: Item, error: RowError) -> list[Item]:
-        """The row as one to try again, or nothing once it had its attempts."""
+        """[item] if the row may be tried again; rejects it and returns [] otherwise."""
         self.retries[error.reason] += 1
         self._attempts[item.row_id] += 1
         limit = RESTARTS if error.reason == "failed" else ATTEMPTS
@@ -267,7 +270,10 @@ class Extraction:
         self.rejected.append(Rejected(item.row_id, error.reason, error.detail))
         handled = len(self.entries) + len(self.rejected)
         if len(self.rejected) > max(SHARE_AFTER, self.config.extract.max_failure_share * handled):
-            raise ContractError(f"{len(self.rejected)} of {handled} rows failed, the last one: {error}")
+            raise ContractError(
+                f"{len(self.rejected)} of {handled} rows failed, more than extract.max_failure_share allows; the "
+                f"last: {error}"
+            )
         self._advance(item)
 
     def _advance(self, item: Item) -> None:
@@ -283,7 +289,7 @@ class Extraction:
             self._tasks.create_task(self._probe_shard(number))
 
     async def _probe_shard(self, number: int) -> None:
-        """A few published rows of a finished shard once more; wrong ones take every unproven row with them."""
+        """Probe a few published rows of a finished shard; if they are wrong, withdraw all rows not yet proven."""
         rows = [item for item in self._shards[number] if item.row_id in self.entries]
         chosen = random.Random(number).sample(rows, min(self.config.extract.probe_rows, len(rows)))
         pairs = [(item.input_ids(), self.folder / self.entries[item.row_id].path) for item in chosen]
@@ -302,20 +308,20 @@ class Extraction:
             await asyncio.sleep(1)
             try:
                 await asyncio.to_thread(self._commit)
-            except OSError as error:  # what it was to vouch for is checked by the next run
+            except OSError as error:  # the next run checks the files that did not reach the journal
                 self._stop = as_stage_error(error) or ResumableError(f"{self.folder}: {error.strerror}; run it again")
                 return
             asked = self.config.extract.reserve_gb
             free, reserve = files.free_bytes(self.folder), asked * 1e9
             if free < reserve and self._stop is None:
                 self._stop = ResumableError(
-                    f"{text.size(free)} free below {self.folder}, extract.reserve_gb {asked:g} keeps "
-                    f"{text.size(reserve)}; free some and run the same again"
+                    f"{self.folder} has {text.size(free)} free, less than the {text.size(reserve)} that "
+                    "extract.reserve_gb keeps; free some space and run the same command again"
                 )
 
     def _commit(self) -> None:
-        """In a thread: make what was published durable, then vouch for it."""
-        with self._committing:  # the last commit waits for one that was cut off
+        """In a thread: sync the published files, then write them to the journal."""
+        with self._committing:  # the final commit waits for an interrupted one
             entries, self._uncommitted = self._uncommitted, []
             if entries:
                 files.sync_file_system(self.folder)
@@ -325,7 +331,7 @@ class Extraction:
 
 
 def _relative_error(path: Path) -> Tensor:
-    """Of each auxiliary layer after a round trip through the compact format: [A]."""
+    """Relative error of each auxiliary layer after a round trip through the compact format: [A]."""
     read = states.read_states(path)
     small = states.to_compact(torch.cat([read.aux, read.final[:, None]], dim=1))
     aux = read.aux.float()

@@ -1,9 +1,9 @@
-"""The capture probe: are the captured states the *right* ones?
+"""The capture probe: checks that captured states are the *right* ones.
 
-The server's own `prompt_logprobs` are compared with log_softmax(head(norm(final))) from a file's final layer and the
-target's own weights. Right states differ by a few hundredths of a nat; the layer before, a second norm, a missing
-norm, a position off by one or another row's states differ by 1 to 500. The auxiliary layers of a target that is small
-enough to load are compared with transformers' `hidden_states[i]`.
+It compares the server's own `prompt_logprobs` with log_softmax(head(norm(final))), computed from a file's final layer
+and the target's weights. Correct states differ by a few hundredths of a nat; the layer before, a second norm, a
+missing norm, a position off by one or another row's states differ by 1 to 500. If the target is small enough to load,
+the auxiliary layers are compared with transformers' `hidden_states[i]`.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from drafter.serve.client import Client
 from drafter.stage import say
 from drafter.target.head import Verifier, read_verifier
 
-TOKENS = 256  # of a row that are compared: the server computes logits for each
+TOKENS = 256  # tokens of a row to compare: the server computes logits for each
 MEAN_NAT, TOP1 = 0.1, 0.95
 TIES = 2  # bf16 logits tie now and then, which must not fail a probe of a few dozen positions
-RELATIVE = 0.15  # of an auxiliary layer's norm; two bf16 implementations differ by 0.01 to 0.03
-SMALL_BYTES = 2 << 30  # of weights, for a target that is loaded to compare its layers
-LAYER_TOKENS = 32  # of a row whose layers are computed a second time, on the CPU
-CHUNK = 128  # positions whose logits are held at once
-THREADS = 8  # of a probe: more wait for each other in loops, which takes cores from the server (docs/measurements.md)
+RELATIVE = 0.15  # allowed share of an auxiliary layer's norm; two bf16 implementations differ by 0.01 to 0.03
+SMALL_BYTES = 2 << 30  # weights of a target that is loaded to compare its layers
+LAYER_TOKENS = 32  # tokens of a row whose layers are computed again, on the CPU
+CHUNK = 128  # positions whose logits are in memory at once
+THREADS = 8  # more threads spin while they wait and take cores from the server (docs/measurements.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Result:
     mean_nat: float
     max_nat: float
     top1: float
-    layers: dict[str, dict] | None  # asked id -> the nearest id and its relative distance; None: target too large
+    layers: dict[str, dict] | None  # asked id -> nearest id and its relative distance; None: target too large to load
 
     @property
     def passed(self) -> bool:
@@ -61,13 +61,13 @@ class Result:
         layers = "".join(f", layer {i} nearest {g['nearest']} at {g['distance']:.3f}" for i, g in self.aux.items())
         return (
             f"{self.positions} positions of {self.rows} rows differ by {self.mean_nat:.4f} nat on average "
-            f"({self.max_nat:.3f} at most; the bar is {MEAN_NAT}), top-1 equal on {self.top1:.3f} "
-            f"(the bar is {TOP1}){layers}"
+            f"(limit {MEAN_NAT}; {self.max_nat:.3f} at most), top-1 equal on {self.top1:.3f} "
+            f"(at least {TOP1}){layers}"
         )
 
 
 class Probe:
-    """Compares files with the target, which is read in the background from the start."""
+    """Compares files with the target's weights, which a background thread reads from the start."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -79,23 +79,23 @@ class Probe:
 
     @property
     def verifier(self) -> Verifier:
-        """The target's norm and head, once they are read."""
+        """The target's norm and head; waits until they are read."""
         return self._verifier.result()
 
     async def check(self, client: Client, rows: list[tuple[list[int], Path]]) -> Result:
         """Compare files with the server's own log-probabilities of their token ids.
 
-        Raises ContractError, ResumableError when the server does not answer.
+        Raises ContractError, or ResumableError when the server does not answer.
         """
         asked = (self._ask(client, ids[:TOKENS]) for ids, _path in rows)
-        replies = await asyncio.gather(*asked, return_exceptions=True)  # none is left behind on the way out
+        replies = await asyncio.gather(*asked, return_exceptions=True)  # wait for all, also after an error
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
         return await asyncio.to_thread(self._compare, rows, replies)
 
     async def _ask(self, client: Client, ids: list[int]) -> list[tuple[float, int]]:
-        """The log-probability and the best token that the server gives at each position but the first."""
+        """The server's log-probability and its likeliest token at each position but the first."""
         body = {"model": self.config.target.served_name, "prompt": ids, "max_tokens": 1, "temperature": 0}
         try:
             reply = await client.post("/v1/completions", body | {"prompt_logprobs": 1}, timeout=600)
@@ -104,11 +104,11 @@ class Probe:
         except RowError as error:
             if error.reason == "failed":
                 raise ResumableError(
-                    f"the probe had no answer ({error.detail}); run the same command again"
+                    f"the extract server did not answer the probe ({error.detail}); run the same command again"
                 ) from None
-            raise ContractError(f"the extract server refuses the probe: {error}") from None
+            raise ContractError(f"the extract server refused the probe: {error}") from None
         except (LookupError, TypeError, ValueError, AttributeError, StopIteration):
-            raise ContractError("the extract server sends no prompt_logprobs") from None
+            raise ContractError("the extract server's reply to the probe has no prompt_logprobs") from None
 
     def _compare(self, rows: list[tuple[list[int], Path]], replies: list) -> Result:
         verifier, reference = self.verifier, self._reference.result()
@@ -143,7 +143,7 @@ class Probe:
 
 
 def _verifier(config: Config) -> Verifier:
-    """The head as the server computes it: where bf16 logits tie, those of a float32 server do not."""
+    """The target's head in the server's precision: bf16 logits tie where those of a float32 server do not."""
     verifier = read_verifier(config.target.model)
     wide = config.servers.extract.args.get("dtype") == "float32"
     return replace(verifier, head=verifier.head.float()) if wide else verifier
@@ -154,7 +154,7 @@ def _best(entry: dict) -> int:
 
 
 def check_neighbours(path: Path, aux_layer_ids: tuple[int, ...]) -> None:
-    """On a target too large to load: of the captured layers above an asked one, the next is the most like it.
+    """Check layer ids on a target that is too large to load: each layer must be most similar to the next one above.
 
     `path` holds the asked layers, those above them and the final one. Raises ContractError when they are mixed up.
     """
@@ -166,11 +166,14 @@ def check_neighbours(path: Path, aux_layer_ids: tuple[int, ...]) -> None:
         above = {layer: layers[:, slot] for layer, slot in place.items() if layer > asked}
         nearest = min(above, key=lambda layer: (above[layer] - own).norm(dim=-1).mean().item())
         if nearest != asked + 1:
-            raise ContractError(f"the states of layer {asked} are most like those of {nearest}, not of {asked + 1}")
+            raise ContractError(
+                f"the states of layer {asked} are most similar to layer {nearest}, not to {asked + 1}: the extract "
+                "server captures other layers than target.layer_ids"
+            )
 
 
 class Reference:
-    """The target in transformers, for its layers' inputs."""
+    """The target loaded in transformers, which gives the inputs of its layers."""
 
     def __init__(self, model: torch.nn.Module):
         self.model = model.eval()
@@ -180,16 +183,16 @@ class Reference:
     def distances(self, ids: list[int], captured: states.States) -> Tensor | None:
         """Relative distance of each captured auxiliary layer from each layer's input: [A, N].
 
-        None from a model whose own code does not return its layers.
+        None if the model's own code does not return its layers.
         """
         ids = ids[:LAYER_TOKENS]
         try:
             output = self.model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
             # The last of them has been through the final norm.
             layers = torch.stack([state[0].float() for state in output.hidden_states[:-1]])
-        except Exception as error:  # code of the model's own raises anything
+        except Exception as error:  # a model's own code may raise anything
             if not self._failed:
-                say("probe: the target's own code returns no layers (%r); the auxiliary ones are not compared", error)
+                say("probe: the target's code returns no layers (%r); auxiliary layers are not compared", error)
             self._failed = True
             return None
         aux = captured.aux[: len(ids)].transpose(0, 1).float()
@@ -198,14 +201,14 @@ class Reference:
 
 @functools.lru_cache(maxsize=1)
 def load_reference(model: Path, trust_remote_code: bool = False) -> Reference | None:
-    """None when the target is too large to load beside the server, or transformers cannot fill it from the folder."""
+    """None when the target is too large to load beside the server, or transformers cannot load all its weights."""
     if sum(path.stat().st_size for path in model.glob("*.safetensors")) > SMALL_BYTES:
         return None
     try:
         return _load(model, trust_remote_code)
-    except Exception as error:  # transformers, or the model's own code, raises anything
+    except Exception as error:  # transformers and a model's own code may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        say("probe: transformers cannot load %s, its auxiliary layers are not compared (%s)", model, reason)
+        say("probe: transformers cannot load %s (%s); auxiliary layers are not compared", model, reason)
         return None
 
 
@@ -225,8 +228,8 @@ def _load(model: Path, trust_remote_code: bool) -> Reference | None:
 
 
 def _unnested(model: Path, config, folder: Path) -> Path:
-    """The text model as a folder of its own."""
-    # transformers merges experts by the type of the class that it builds, which a nested config may not name.
+    """Write the text model of a multimodal folder to `folder`."""
+    # transformers merges experts by the model type, which a nested config may not name.
     facts = config.to_dict() | {"model_type": type(config).model_type}
     (folder / "config.json").write_text(json.dumps(facts))
     (folder / "generation_config.json").write_text("{}")

@@ -1,7 +1,7 @@
-"""Asking the extract server for rows' hidden states, and finding the files that its connector wrote.
+"""Request rows' hidden states from the extract server and pick up the files that its connector writes.
 
-A reply comes before its files. A `.part` is whole and checked by the connector; here it is compared with its row.
-What comes out has no final name yet.
+The reply arrives before its files. The connector writes and checks each `.part` file; this module compares it with
+its row. The caller gives it its final name.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from drafter.extract.probe import MEAN_NAT, Probe
 from drafter.extract.worklist import Item
 from drafter.serve.client import Client
 
-REQUEST_SECONDS = 120  # a request's time limit beyond what all in flight may take
+REQUEST_SECONDS = 120  # time limit of a request, on top of the time that all requests in flight need
 FLOOR_TOKENS_PER_SECOND = 300  # of the whole server
-FILE_SECONDS = 60  # what a reply's file may take beyond the time that a full queue needs
+FILE_SECONDS = 60  # time limit of a reply's file, on top of the time that a full queue needs
 SLOWEST_DISK = 50e6  # bytes a second
-OLDEST = (0, 23)  # vLLM: asynchronous writes of hidden states
-OLDEST_DEEPSEEK = (0, 25)  # before, that family drops the last layer's states in silence
+OLDEST = (0, 23)  # first vLLM that writes hidden states asynchronously
+OLDEST_DEEPSEEK = (0, 25)  # older ones silently drop the last layer of this model family
 
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """Which states a request is for."""
+    """Layers and format of the states that a request asks for."""
 
     layer_ids: tuple[int, ...]
     dtype: states.Dtype
@@ -42,7 +42,7 @@ class StateFormat:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A row that the server has answered: where its file will be, and what the file must agree with."""
+    """A row that the server has answered: its file's path, and what the file must match."""
 
     part: Path
     ids: list[int]
@@ -50,7 +50,7 @@ class Sent:
 
 
 class Capture:
-    """The extract server, as a source of files. An async context manager.
+    """Client of the extract server that returns checked files. An async context manager.
 
     Entering raises ConfigError for an engine that would leave out the last layer of a DeepSeek-V2-family target.
     """
@@ -58,16 +58,14 @@ class Capture:
     def __init__(self, config: Config, folder: Path, concurrency: int, outage_minutes: float, probe: Probe):
         self.config, self.folder = config, folder
         self._probe = probe
-        self.bar = last_position.difference_limit(
-            MEAN_NAT
-        )  # the loosest, until the first probe has measured the noise
+        self.bar = last_position.difference_limit(MEAN_NAT)  # until the first probe has measured the noise
         self.differences: list[float] = []  # in nat, at the last position of each row that passed
         self._target = files.fingerprint_path(config.target.model)
         self.client = Client(config.servers.extract, concurrency=concurrency, outage_minutes=outage_minutes)
         self.engine: dict[str, str] = {}  # the server's vLLM version and model runner
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="collect")
         settings = config.extract
-        # A full queue may stand before a file that is on its way.
+        # A file may have to wait for a full queue.
         self._file_seconds = FILE_SECONDS + settings.queue_gb * 1e9 / SLOWEST_DISK
         in_flight = settings.concurrency * max(settings.tokens_per_request, config.target.max_seq_len)
         self._request_seconds = REQUEST_SECONDS + in_flight / FLOOR_TOKENS_PER_SECOND
@@ -88,7 +86,7 @@ class Capture:
     async def _refuse_old_engine(self) -> None:
         """Raises ConfigError for an engine that would leave out the last layer of a DeepSeek-V2-family target."""
         found = ""
-        with contextlib.suppress(RowError):  # one that cannot be asked may well be right
+        with contextlib.suppress(RowError):  # a server without /version may still be new enough
             found = str((await self.client.get("/version")).get("version"))
             self.engine["vllm"] = found
         name = self.config.target.architecture.name
@@ -99,27 +97,33 @@ class Capture:
             )
 
     async def capture_files(self, items: list[Item], asked: StateFormat) -> dict[Item, Path]:
-        """Whole, checked, unpublished files, one request each. Raises ConfigError, ContractError, ResumableError."""
+        """Checked, unpublished files, one request each. Raises ConfigError, ContractError, ResumableError."""
         parts: dict[Item, Path] = {}
         for item in items:
             try:
                 sent, writer = await self.request([item], asked)
             except RowError as error:
                 if error.reason == "failed":
-                    raise ResumableError(f"no answer to {item.row_id} ({error.detail}); run it again") from None
+                    raise ResumableError(
+                        f"the extract server did not answer row {item.row_id} ({error.detail}); run the same command "
+                        "again"
+                    ) from None
                 raise ConfigError(f"the extract server refuses {item.row_id}: {error}") from None
             found, late = await self.collect(sent, writer, asked)
             if item in late and late[item].reason == "failed":
-                raise ResumableError(f"no file for {item.row_id} ({late[item].detail}); run it again")
+                raise ResumableError(
+                    f"the extract server wrote no file for row {item.row_id} ({late[item].detail}); run the same "
+                    "command again"
+                )
             if isinstance(outcome := found.get(item) or late[item], RowError):
                 if outcome.reason == "disk_full":
-                    raise ResumableError(f"no space left below {self.folder}; free some and run the same again")
+                    raise disk_full(self.folder)
                 raise ContractError(f"the server's hidden states are wrong: {outcome}")
             parts[item] = found[item]
         return parts
 
     async def request(self, batch: list[Item], asked: StateFormat) -> tuple[dict[Item, Sent], Path]:
-        """Ask for the states of some rows. Returns what was sent, and who writes. Raises RowError."""
+        """Request the states of some rows. Returns the sent rows and the writer's lock file. Raises RowError."""
         target = self.config.target
         ids = [item.input_ids() for item in batch]
         attempt = secrets.token_hex(4)  # a late file of an earlier attempt is never taken for this one's
@@ -145,7 +149,8 @@ class Capture:
         answer = reply.get("kv_transfer_params")
         if not isinstance(answer, dict) or not isinstance(answer.get("writer"), str):
             raise RowError(
-                "bad_reply", "the reply names no writer; is drafter.extract.connector the server's connector?"
+                "bad_reply",
+                "the reply names no writer; start the server with the connector drafter.extract.connector",
             )
         if error := answer.get("error"):
             raise RowError("bad_states", str(error))
@@ -159,7 +164,7 @@ class Capture:
     async def collect(
         self, sent: dict[Item, Sent], writer: Path, asked: StateFormat
     ) -> tuple[dict[Item, Path | RowError], dict[Item, RowError]]:
-        """Look until every file is there or given up: what was found, and what is late. Raises ResumableError."""
+        """Wait for the files. Returns those that came, or their faults, and those missing. Raises ResumableError."""
         loop = asyncio.get_running_loop()
         waiting, found = dict(sent), {}
         started, pause, alive = time.monotonic(), 0.002, True
@@ -171,9 +176,9 @@ class Capture:
             waited = time.monotonic() - started
             if not waiting or not alive or waited > self._file_seconds:
                 break
-            if waited > 1:  # asked before the next look, which therefore sees the writer's last file
+            if waited > 1:  # checked before the next look, so that look sees the last file of a dead writer
                 alive = states.is_locked(writer)
-                if os.statvfs(self.folder).f_flag & os.ST_RDONLY:  # then no report of a failed write comes either
+                if os.statvfs(self.folder).f_flag & os.ST_RDONLY:  # the writer cannot report its failure either
                     raise ResumableError(f"{self.folder} is read-only now; remount it and run the same command again")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.1)
@@ -181,7 +186,7 @@ class Capture:
         return found, {item: RowError("no_states" if alive else "failed", why) for item in waiting}
 
     def _look(self, sent: dict[Item, Sent], asked: StateFormat) -> dict[Item, Path | RowError]:
-        """In a thread: the files that are there, compared with their rows, and the reports of those that failed."""
+        """In a thread: compare the files that exist with their rows, and read the reports of failed writes."""
         hidden = self.config.target.architecture.hidden_size
         found: dict[Item, Path | RowError] = {}
         for item, one in sent.items():
@@ -204,8 +209,12 @@ class Capture:
         return found
 
 
+def disk_full(folder: Path) -> ResumableError:
+    return ResumableError(f"no space left below {folder}; free some space and run the same command again")
+
+
 def _read_report(path: Path) -> RowError:
-    """Why the connector wrote no file. An empty report is all that fits on a full disk."""
+    """Why the connector wrote no file. The report is empty when the disk was full."""
     try:
         report = json.loads(path.read_text())
         return RowError(report["reason"], report["detail"])

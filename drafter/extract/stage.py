@@ -1,54 +1,112 @@
-"""Stage 02: every row once more through the target as prefill; its states checked, published and indexed.
+"""Stage 02: run every row through the target once more, then check, publish and index its hidden states.
 
-The server's connector writes a `.part`; this side compares it with the row and renames it. `index.jsonl` is the join
-of all journals with the rows, rebuilt at every end.
+The server's connector writes `.part` files; this client compares each with its row and renames it. At its end every
+call rebuilds `index.jsonl` from all hosts' journals.
 """
 
-import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from drafter import contracts, files
+from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError, StageError
 from drafter.extract import states, worklist
-from drafter.extract.loop import Extraction
+from drafter.extract.loop import Extraction, FirstLoss
 from drafter.extract.worklist import Item, Rejected, Share
-from drafter.progress import Progress
-from drafter.serve import roles
-from drafter.serve.client import run_interruptible
+from drafter.progress import RECORDS, Progress
+from drafter.serve import client, roles
 from drafter.stage import Stage, read_manifest, say
+from drafter.target import weights_fingerprint
 
-REDO_ROWS = 10  # finished files that are replaced without being asked to
+REDO_ROWS = 10  # finished files that are replaced without --redo
 QUESTION = ("target.model", "target.layer_ids", "extract.dtype")
 
 
-def dry_run(run: Stage, items: list[Item], rejected: list[Rejected], todo: list[Item]) -> dict:
-    """The plan, offline; what is missing or does not fit are findings.
+class Rows(NamedTuple):
+    """Stage 01b's rows: those to extract, those that cannot be extracted, and this host's share."""
 
-    `refused`: why the stage would end before its first row. `stale`: why the index is to be merged again, also when
-    nothing is to be extracted. `row_set` identifies 01b's rows.
-    """
-    outdated = worklist.outdated_rows(run.config, run.folder, todo)
-    planned = worklist.estimate_disk(run.config, todo, run.folder, sum(outdated.values()))
-    refused = redo_refusal(run, outdated)
-    findings = [text for text in (planned.get("advice"), refused) if text]
+    items: list[Item]
+    rejected: list[Rejected]
+    share: Share
+
+    @property
+    def own(self) -> list[Item]:
+        return [item for item in self.items if item.row_id in self.share]
+
+    def todo(self, folder: Path) -> list[Item]:
+        done = worklist.extracted_rows(folder, self.items)
+        return [item for item in self.own if item.row_id not in done]
+
+
+def read_rows(stage: Stage) -> Rows:
+    return Rows(*worklist.read_items(stage.config, stage.args.limit), Share.parse(stage.args.shard))
+
+
+def run(stage: Stage, first_loss: Callable[[Config], FirstLoss | None]) -> dict:
+    """Extract this host's missing rows and return the summary; with --probe or --verify only check."""
+    config, folder, rows = stage.config, stage.folder, read_rows(stage)
+    check_upstream(stage, rows)
+    stage.lock("01b_synthetic", own=partial(worklist.locked_share, folder, rows.share))
+    if stage.args.probe:
+        return probe_server(stage, rows)
+    stage.refuse_another_question()
+    if stage.args.verify:
+        stage.begin(QUESTION)
+        return verify_files(stage, rows)
+    if todo := worklist.adopt_files(config, folder, rows.todo(folder), rows.share):
+        check_ready(stage, todo)
+    weights_fingerprint.check_same_weights(config, recording=True)
+    stage.begin(QUESTION)
+    worklist.remove_unpublished(folder, rows.share)
+    if not todo:
+        say("nothing left to extract: %d rows", len(rows.items))
+        return settle(stage, *rows)
+    own = len(rows.own)
+    record = folder / RECORDS if own == len(rows.items) else None  # a share's counts are not the stage's
+    progress = Progress(own, "rows", own - len(todo), at_once=config.extract.concurrency, record=record)
+    extraction = Extraction(config, folder, todo, rows.share, progress, first_loss(config))
     try:
-        check_upstream(run, items, rejected)
+        client.run_interruptible(extraction.run())
+    except BaseException:
+        worklist.remove_unpublished(folder, rows.share)
+        with worklist.merge_lock(folder):
+            write_records(stage, *rows, extraction)
+        raise
+    worklist.remove_unpublished(folder, rows.share)
+    return settle(stage, *rows, extraction)
+
+
+def dry_run(stage: Stage) -> dict:
+    """What `run` would do, offline; whatever is missing or does not fit is a finding.
+
+    `refused`: why the stage would end before its first row. `stale`: why the index must be merged again even if no
+    row needs extraction. `row_set` identifies 01b's rows.
+    """
+    rows = read_rows(stage)
+    todo = rows.todo(stage.folder)
+    outdated = worklist.outdated_rows(stage.config, stage.folder, todo)
+    estimate = worklist.estimate_disk(stage.config, todo, stage.folder, sum(outdated.values()))
+    refused = redo_refusal(stage, outdated)
+    findings = [text for text in (estimate.get("advice"), refused) if text]
+    try:
+        check_upstream(stage, rows)
     except StageError as error:
         findings.append(str(error))
-    numbers = {key: planned[key] for key in ("tokens", "bytes", "free", "reserve")}
-    # Rejected rows are settled; a run by hand gives them another chance, and so does one that merges again.
-    rows_now, stale = row_set(items, rejected), {}
-    if (read_manifest(run.folder) or {"facts": {}})["facts"].get("row_set", rows_now) != rows_now:
-        stale = {"stale": "index.jsonl is of other rows than 01b_synthetic has now"}
-    settled = set() if stale else settled_ids(run.folder)
+    # Rejected rows are not pending; a manual call retries them, and so does a call that merges the index again.
+    rows_now, stale = row_set(rows.items, rows.rejected), {}
+    if (read_manifest(stage.folder) or {"facts": {}})["facts"].get("row_set", rows_now) != rows_now:
+        stale = {"stale": "index.jsonl lists other rows than 01b_synthetic has now"}
+    settled = set() if stale else settled_ids(stage.folder)
     return {
-        "stage": run.name,
+        "stage": stage.name,
         "dry_run": True,
-        "in": len(items),
+        "in": len(rows.items),
         "pending": sum(item.row_id not in settled for item in todo),
-        **numbers,
+        **{key: estimate[key] for key in ("tokens", "bytes", "free", "reserve")},
         "redo": len(outdated),
         "row_set": rows_now,
         **stale,
@@ -58,54 +116,54 @@ def dry_run(run: Stage, items: list[Item], rejected: list[Rejected], todo: list[
 
 
 def row_set(items: list[Item], rejected: list[Rejected]) -> str:
-    """Identity of 01b's rows, of which the index is made."""
+    """Hash of the ids of 01b's rows, which the index is built from."""
     return contracts.row_set({one.row_id for one in (*items, *rejected)})
 
 
-def check_upstream(run: Stage, items: list[Item], rejected: list[Rejected]) -> None:
-    """Raises ConfigError when stage 01b has no rows, ContractError when it has fewer than it counted."""
-    before = run.require("01b_synthetic")
-    if not items and not rejected:
-        raise ConfigError(f"01b_synthetic has no rows yet (its status: {before['status']}); let it finish first")
-    if run.args.limit is None:
-        worklist.compare_with_manifest(before, items, rejected)
+def check_upstream(stage: Stage, rows: Rows) -> None:
+    """Raises ConfigError when stage 01b has no rows, ContractError when rows are missing from its shards."""
+    manifest = stage.require("01b_synthetic")
+    if not rows.items and not rows.rejected:
+        raise ConfigError(f"01b_synthetic has no rows yet (its status: {manifest['status']}); let it finish first")
+    if stage.args.limit is None:
+        worklist.compare_with_manifest(manifest, rows.items, rows.rejected)
 
 
-def redo_refusal(run: Stage, outdated: dict[Item, int]) -> str | None:
-    """Why finished files are not replaced without --redo, where there are more than REDO_ROWS."""
-    if run.args.redo or len(outdated) <= REDO_ROWS:
+def redo_refusal(stage: Stage, outdated: dict[Item, int]) -> str | None:
+    """Why more than REDO_ROWS finished files are not replaced without --redo; None if they may be."""
+    if stage.args.redo or len(outdated) <= REDO_ROWS:
         return None
     tokens = sum(item.tokens for item in outdated)
     return (
-        f"{len(outdated)} finished rows hold other token ids than are asked for now: target.max_seq_len "
-        f"({run.config.target.max_seq_len} now) was another, or 01b generated them again. To extract them again "
-        f"({tokens} tokens), add --redo; to keep them, set what was set before or use another run.name"
+        f"{len(outdated)} finished rows hold other token ids than they would now: target.max_seq_len (now "
+        f"{stage.config.target.max_seq_len}) was changed, or 01b generated them again. To extract them again "
+        f"({tokens} tokens), add --redo; to keep them, undo that change or use another run.name"
     )
 
 
-def check_ready(run: Stage, todo: list[Item]) -> None:
-    """Everything that may end the stage before its first row. Raises ConfigError or ResumableError."""
-    outdated = worklist.outdated_rows(run.config, run.folder, todo)
-    if refused := redo_refusal(run, outdated):
+def check_ready(stage: Stage, todo: list[Item]) -> None:
+    """Raises ConfigError or ResumableError for everything that would stop the stage before its first row."""
+    outdated = worklist.outdated_rows(stage.config, stage.folder, todo)
+    if refused := redo_refusal(stage, outdated):
         raise ConfigError(refused)
-    if advice := worklist.estimate_disk(run.config, todo, run.folder, sum(outdated.values())).get("advice"):
+    if advice := worklist.estimate_disk(stage.config, todo, stage.folder, sum(outdated.values())).get("advice"):
         raise ConfigError(advice)
-    roles.require_ready(run.config, "extract")
+    roles.require_ready(stage.config, "extract")
     if outdated:
-        say("%d finished rows are extracted again; each keeps its file until the new one is there", len(outdated))
+        say("%d finished rows are extracted again; each old file is kept until its replacement is", len(outdated))
 
 
-def verify(run: Stage, items: list[Item], rejected: list[Rejected], share: Share) -> dict:
-    """Check every published byte and list what is right; the damaged is removed, so that the next run redoes it."""
-    folder = run.folder
-    own = [item for item in items if item.row_id in share and (folder / contracts.states_path(item.row_id)).exists()]
+def verify_files(stage: Stage, rows: Rows) -> dict:
+    """Check every byte of this share's files and list the correct ones; damaged files are removed."""
+    folder = stage.folder
+    existing = [item for item in rows.own if (folder / contracts.states_path(item.row_id)).exists()]
 
     def check(item: Item) -> IndexEntry | str:
         path = folder / contracts.states_path(item.row_id)
         try:
             try:
-                return worklist.check_file(run.config, item, path)
-            except worklist.Outdated:  # of another max_seq_len, say: no damage, if it is whole
+                return worklist.check_file(stage.config, item, path)
+            except worklist.Outdated:  # for example after a change of max_seq_len: not damaged if complete
                 states.check_content(path)
                 return "outdated"
         except (RowError, ContractError) as error:
@@ -114,95 +172,91 @@ def verify(run: Stage, items: list[Item], rejected: list[Rejected], share: Share
             return "removed"
 
     with ThreadPoolExecutor() as threads:
-        outcomes = list(threads.map(check, own))
-    right = [entry for entry in outcomes if isinstance(entry, IndexEntry)]
-    lines = "".join(f"{json.dumps(entry.to_record())}\n" for entry in right)
+        outcomes = list(threads.map(check, existing))
+    correct = [entry for entry in outcomes if isinstance(entry, IndexEntry)]
     files.sync_file_system(folder)
-    files.write_text(folder / ".journal" / f"{share}.jsonl", lines)
-    run.facts["verified"] = {
-        "right": len(right),
+    files.write_jsonl(worklist.journal_path(folder, rows.share), (entry.to_record() for entry in correct))
+    stage.facts["verified"] = {
+        "right": len(correct),
         "removed": outcomes.count("removed"),
         "outdated": outcomes.count("outdated"),
     }
-    return settle(run, items, rejected, share)
+    return settle(stage, *rows)
 
 
-def probe_only(run: Stage, items: list[Item], share: Share) -> dict:
-    """The probe of the server as it runs now, on the share's first rows; what the stage holds stays as it is."""
-    run.refuse_another_question()
-    roles.require_ready(run.config, "extract")
-    rows = [item for item in items if item.row_id in share][: run.config.extract.probe_rows]
-    if not rows:
-        raise ConfigError("there is no row to probe the server with")
-    extraction = Extraction(run.config, run.folder, rows, share, Progress(len(rows), "rows"))
+def probe_server(stage: Stage, rows: Rows) -> dict:
+    """Probe the running server with the first rows of this share; nothing in the stage's folder changes."""
+    stage.refuse_another_question()
+    roles.require_ready(stage.config, "extract")
+    items = rows.own[: stage.config.extract.probe_rows]
+    if not items:
+        raise ConfigError("this share has no rows to probe the server with")
+    extraction = Extraction(stage.config, stage.folder, items, rows.share, Progress(len(items), "rows"))
     try:
-        run_interruptible(extraction.probe_once())
+        client.run_interruptible(extraction.probe_once())
     finally:
-        worklist.remove_unpublished(run.folder, share)
-    return {"stage": run.name, "probe": extraction.probes[0]}
+        worklist.remove_unpublished(stage.folder, rows.share)
+    return {"stage": stage.name, "probe": extraction.probes[0]}
 
 
 def settle(
-    run: Stage, items: list[Item], rejected: list[Rejected], share: Share, extraction: Extraction | None = None
+    stage: Stage, items: list[Item], rejected: list[Rejected], share: Share, extraction: Extraction | None = None
 ) -> dict:
-    """Index, manifest and summary, joined by one host at a time: a slower host never writes an older view."""
-    with worklist.merge_lock(run.folder):
-        record_counts(run, items, rejected, share, extraction)
-        if run.counts.total and not run.counts.done:
+    """Write index and manifest and return the summary. One host at a time: a slow host cannot publish an old view.
+
+    The manifest counts the rows of all hosts; the summary of a share counts only its own rows as pending.
+    """
+    with worklist.merge_lock(stage.folder):
+        write_records(stage, items, rejected, share, extraction)
+        if stage.counts.total and not stage.counts.done:
             raise ContractError("no row has hidden states")
-        return share_summary(run, items, share)
+        summary = stage.finish()
+    if share.of > 1:
+        settled = worklist.extracted_rows(stage.folder, items).keys() | settled_ids(stage.folder)
+        pending = sum(item.row_id in share and item.row_id not in settled for item in items)
+        summary |= {"shard": str(share), "pending": pending}
+    return summary
 
 
-def record_counts(
-    run: Stage, items: list[Item], rejected: list[Rejected], share: Share, extraction: Extraction | None = None
+def write_records(
+    stage: Stage, items: list[Item], rejected: list[Rejected], share: Share, extraction: Extraction | None = None
 ) -> None:
-    """Index, rejected rows, counts and facts, as they are now."""
-    folder = run.folder
+    """Write the index and the rejected rows; update the stage's counts and facts."""
+    folder = stage.folder
     if extraction is not None:
-        records = "".join(f"{json.dumps(one.to_record())}\n" for one in extraction.rejected)
-        files.write_text(folder / ".rejected" / f"{share}.jsonl", records)
-        run.facts |= extraction.facts()
-    found = worklist.write_index(folder, items)
+        files.write_jsonl(folder / ".rejected" / f"{share}.jsonl", (one.to_record() for one in extraction.rejected))
+        stage.facts |= extraction.facts()
+    entries = worklist.write_index(folder, items)
     asked = {item.row_id for item in items}
     failed = {
-        one["row_id"]: one
+        record["row_id"]: record
         for path in sorted(folder.glob(".rejected/*.jsonl"))
-        for one in read_rejected(path)
-        if one["row_id"] in asked and one["row_id"] not in found
+        for record in read_rejected(path)
+        if record["row_id"] in asked and record["row_id"] not in entries
     }
     out = [*(one.to_record() for one in rejected), *failed.values()]
-    files.write_text(folder / "rejected.jsonl", "".join(f"{json.dumps(one)}\n" for one in out))
-    run.counts = contracts.Counts(total=len(items) + len(rejected), done=len(found))
-    for one in out:
-        run.counts.reject(one["reason"])
-    run.facts |= {
+    files.write_jsonl(folder / "rejected.jsonl", out)
+    stage.counts = contracts.Counts(total=len(items) + len(rejected), done=len(entries))
+    for record in out:
+        stage.counts.reject(record["reason"])
+    stage.facts |= {
         "row_set": row_set(items, rejected),
-        "tokens": sum(entry.tokens for entry in found.values()),
-        "bytes": sum(entry.bytes for entry in found.values()),
-        "cut": sum(entry.tokens < entry.row_tokens for entry in found.values()),
+        "tokens": sum(entry.tokens for entry in entries.values()),
+        "bytes": sum(entry.bytes for entry in entries.values()),
+        "cut": sum(entry.tokens < entry.row_tokens for entry in entries.values()),
     }
 
 
 def read_rejected(path: Path) -> list[dict]:
-    """Records of rejected rows; none where there is no file. Raises ContractError on a broken one."""
+    """Records of rejected rows; empty if the file does not exist. Raises ContractError if it is broken."""
     if not path.exists():
         return []
-    found = list(files.read_jsonl(path, row_id=str, reason=str))
-    if odd := {one["reason"] for one in found} - set(contracts.REJECT_REASONS):
-        raise ContractError(f"{path}: {min(odd)[:40]!r} is not a known reason; remove the file, 02 writes it anew")
-    return found
+    records = list(files.read_jsonl(path, row_id=str, reason=str))
+    if unknown := {record["reason"] for record in records} - set(contracts.REJECT_REASONS):
+        raise ContractError(f"{path}: unknown reason {min(unknown)[:40]!r}; remove the file, 02 writes it again")
+    return records
 
 
 def settled_ids(folder: Path) -> set[str]:
-    """Rows that were rejected and have no states; of one that the shards repeat, the first is still extracted."""
+    """Rejected rows that have no states. Duplicates are not among them: their first copy is still extracted."""
     return {one["row_id"] for one in read_rejected(folder / "rejected.jsonl") if one["reason"] != worklist.DUPLICATE}
-
-
-def share_summary(run: Stage, items: list[Item], share: Share) -> dict:
-    """The summary. Of a share it counts this share's rows as pending; the manifest counts all of them."""
-    summary = run.finish()
-    if share.of > 1:
-        done, rejected = worklist.extracted_rows(run.folder, items), settled_ids(run.folder)
-        left = [i for i in items if i.row_id in share and i.row_id not in done and i.row_id not in rejected]
-        summary = summary | {"shard": str(share), "pending": len(left)}
-    return summary

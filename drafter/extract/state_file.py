@@ -1,8 +1,8 @@
-"""The bytes of a hidden-state file: its header, checksum and plausibility. NumPy alone, as its writer starts at once.
+"""The bytes of a hidden-state file: header, checksum, plausibility. Imports only NumPy, so the writer starts fast.
 
-A file is a safetensors file whose header is padded and whose `token_ids` come first, so that one read of the first
-few KB gives everything but the states, and the size of a file follows from its token count alone. Here bf16 is held
-as uint16 and float8 as uint8: their bit patterns.
+A file is a safetensors file with a padded header and `token_ids` first, so one read of the first few KB gives
+everything but the states, and the file's size follows from the token count alone. bf16 is handled as uint16 and
+float8 as uint8: their bit patterns.
 """
 
 import json
@@ -28,7 +28,7 @@ Dtype = Literal["bf16", "fp8"]
 def file_metadata(
     row_id: str, model: str, layer_ids: list[int] | tuple[int, ...], dtype: Dtype, target: str | None = None
 ) -> dict[str, str]:
-    """What a file says about itself. `model`: the served name; `target`: the fingerprint of the target's folder."""
+    """A file's metadata. `model`: the served name; `target`: the fingerprint of the target's folder."""
     return ({"target": target} if target else {}) | {
         "row_id": row_id,
         "model": model,
@@ -40,7 +40,7 @@ def file_metadata(
 
 
 def file_header(spec: dict[str, tuple[str, tuple[int, ...]]], facts: dict[str, str], checksum: int) -> bytes:
-    """Everything before the first tensor byte. spec: safetensors' dtype and shape of each tensor, in file order."""
+    """All bytes before the first tensor. spec: safetensors' dtype and shape of each tensor, in file order."""
     tree: dict = {"__metadata__": {"format": "pt", **facts, "crc32": f"{checksum:08x}"}}
     position = 0
     for name, (kind, shape) in spec.items():
@@ -57,10 +57,10 @@ def array_bytes(kind: str, shape: tuple[int, ...]) -> int:
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, str]) -> int:
-    """Write `arrays` (in file order, contiguous) to `path` and return the size. Ordinary file mode, no sync.
+    """Write `arrays` (in file order, contiguous) to `path` without syncing; returns the size.
 
-    The checksum over all bytes, itself counted as zeros, goes into the metadata. Raises OSError; then the caller
-    removes what is left.
+    The checksum over all bytes, with its own field zeroed, goes into the metadata. Raises OSError and leaves a
+    partial file, which the caller removes.
     """
     spec = {name: (KINDS[array.dtype.name], array.shape) for name, array in arrays.items()}
     views = [memoryview(array).cast("B") for array in arrays.values()]
@@ -82,7 +82,7 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, str
 def check_arrays(arrays: dict[str, np.ndarray]) -> None:
     """Raises RowError("bad_states") for lengths, values, zeros or repetitions that no forward pass gives.
 
-    `arrays`: a file's. Works on bit patterns, which order like the magnitudes they stand for.
+    `arrays` are those of one file. Bit patterns are compared: they sort like the magnitudes of their numbers.
     """
     tokens = len(arrays["token_ids"])
     for name, array in arrays.items():
@@ -99,7 +99,7 @@ def check_arrays(arrays: dict[str, np.ndarray]) -> None:
 
 
 def _check_bits(bits: np.ndarray, mask: int, not_finite: int) -> None:
-    """bits: [T, L, H], the sign being the bit that `mask` leaves out."""
+    """bits: [T, L, H]; `mask` clears the sign bit."""
     magnitude = np.max(bits & bits.dtype.type(mask), axis=-1)
     for layer in range(bits.shape[1]):
         column = magnitude[:, layer]

@@ -1,4 +1,4 @@
-"""Hidden-state files as tensors: made, checked, read. Knows nothing of vLLM; their bytes are in state_file.py."""
+"""Write, check and read hidden-state files as tensors, without vLLM. state_file.py handles their bytes."""
 
 import fcntl
 import hashlib
@@ -23,12 +23,12 @@ _NAMES = {torch.int64: "I64", torch.bfloat16: "BF16", torch.float32: "F32", torc
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
-file_metadata = state_file.file_metadata  # a file's writer needs it without this module's imports
+file_metadata = state_file.file_metadata  # defined there because the writer must not import torch
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What a target had in mind while reading one row.
+    """Hidden states of one row.
 
     token_ids [T] int64; aux [T, A, H] bf16, the inputs of the asked layers in ascending order; final [T, H] bf16,
     the last layer's output before the final norm.
@@ -52,7 +52,7 @@ class States:
 
 
 def shapes(tokens: int, layers: int, hidden: int, dtype: Dtype) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Tensors of a file, in file order."""
+    """Dtype and shape of a file's tensors, in file order."""
     ids = {"token_ids": (torch.int64, (tokens,))}
     if dtype == "bf16":
         return ids | {"hidden_states": (torch.bfloat16, (tokens, layers, hidden))}
@@ -64,7 +64,7 @@ def shapes(tokens: int, layers: int, hidden: int, dtype: Dtype) -> dict[str, tup
 
 
 def file_bytes(tokens: int, hidden: int, facts: dict[str, str]) -> int:
-    """Exact size of the file that `write` makes for `facts` (from `metadata`)."""
+    """Exact size of the file that `write_states` makes with `facts` (from `file_metadata`)."""
     layers = len(json.loads(facts["layer_ids"]))
     spec = shapes(tokens, layers, hidden, facts["dtype"])
     named = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in spec.items()}
@@ -72,9 +72,9 @@ def file_bytes(tokens: int, hidden: int, facts: dict[str, str]) -> int:
 
 
 def to_compact(hidden_states: Tensor) -> dict[str, Tensor]:
-    """Tensors of the compact format from [T, L, H] bf16, on the device they are on.
+    """Convert [T, L, H] bf16 to the compact format's tensors, on the same device.
 
-    The auxiliary layers become float8 with one scale a token and layer; the final layer is the teacher and stays.
+    Auxiliary layers become float8 with one scale for each token and layer; the final layer, the teacher, stays bf16.
     """
     aux = hidden_states[:, :-1].float()
     scale = (aux.abs().amax(dim=-1) / FP8_MAX).clamp_min(1e-12)
@@ -91,12 +91,12 @@ def from_compact(aux: Tensor, scale: Tensor) -> Tensor:
 
 
 def ids_digest(token_ids: list[int] | np.ndarray) -> str:
-    """16 hex digits that stand for a sequence of token ids."""
+    """Hash of a sequence of token ids: 16 hex digits."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock on `path`; the kernel drops it with the process."""
+    """Whether a process holds the lock on `path`; the kernel releases it when the process ends."""
     try:
         with open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -108,12 +108,12 @@ def is_locked(path: Path) -> bool:
 
 
 def to_arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """CPU tensors as state_file.py takes them."""
+    """CPU tensors as the arrays that state_file.py takes."""
     return {name: tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
 
 
 def check_tensors(tensors: dict[str, Tensor]) -> None:
-    """Raises RowError("bad_states") for CPU tensors that no forward pass gives (state_bytes.check)."""
+    """Raises RowError("bad_states") for CPU tensors that no forward pass gives (state_file.check_arrays)."""
     state_file.check_arrays(to_arrays(tensors))
 
 
@@ -128,7 +128,7 @@ def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The cheap part of a file: everything but the states."""
+    """Everything in a file but the states."""
 
     metadata: dict[str, str]
     spec: dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -139,12 +139,12 @@ class Header:
 
     @property
     def start(self) -> int:
-        """Of the first tensor byte."""
+        """Offset of the first tensor byte."""
         return len(self.head)
 
 
 def read_header(path: Path) -> Header:
-    """Raises ContractError when `path` is not a whole hidden-state file; FileNotFoundError when nothing is there."""
+    """Raises ContractError when `path` is not a complete hidden-state file, FileNotFoundError when it is missing."""
     fd = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
@@ -152,7 +152,7 @@ def read_header(path: Path) -> Header:
         try:
             start = 8 + int.from_bytes(first[:8], "little")
             if start > min(size, 1 << 20):
-                raise ValueError("its header is longer than itself")
+                raise ValueError("its header is longer than the file")
             if start > len(first):
                 first += os.pread(fd, start - len(first), len(first))
             facts, spec, offsets = _parse_header(first[8:start])
@@ -171,11 +171,11 @@ def read_header(path: Path) -> Header:
 
 
 def _parse_header(text: bytes) -> tuple[dict[str, str], dict, dict[str, tuple[int, int]]]:
-    """Metadata, types with shapes, and offsets of a header. Raises ValueError or RecursionError naming the field."""
+    """Metadata, dtypes with shapes, and offsets of a header. Raises ValueError (naming the field), RecursionError."""
     tree = json.loads(text)
     facts = tree.pop("__metadata__", None) if isinstance(tree, dict) else None
     if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
-        raise ValueError("__metadata__ must map names to texts")
+        raise ValueError("__metadata__ must map names to strings")
     spec, offsets = {}, {}
     for name, entry in tree.items():
         entry = entry if isinstance(entry, dict) else {}
@@ -189,7 +189,7 @@ def _parse_header(text: bytes) -> tuple[dict[str, str], dict, dict[str, tuple[in
             raise ValueError(f"{name[:40]}: shape and data_offsets disagree")
         spec[name], offsets[name] = (_TYPES[kind], tuple(shape)), (place[0], place[1])
     if spec.get("token_ids", (None, ()))[0] is not torch.int64 or len(spec["token_ids"][1]) != 1:
-        raise ValueError("token_ids must be there, in one dimension of I64")
+        raise ValueError("token_ids must be a one-dimensional I64 tensor")
     places = sorted(offsets.values())
     if [low for low, _high in places] != [0, *(high for _low, high in places[:-1])]:
         raise ValueError("its tensors overlap or leave a gap")
@@ -205,9 +205,9 @@ def check_header(
     dtype: Dtype,
     target: str | None = None,
 ) -> None:
-    """Raises RowError("bad_states") unless the file answers exactly this question.
+    """Raises RowError("bad_states") unless the file holds this row's states of these layers in this format.
 
-    `target` is the target's fingerprint; files of earlier versions name none and are not compared with it.
+    `target` is the target's fingerprint; files of earlier versions contain none and are not compared with it.
     """
     facts = header.metadata
     asked = {"row_id": row_id, "layer_ids": json.dumps(list(layer_ids), separators=(",", ":")), "final": FINAL}
@@ -215,7 +215,7 @@ def check_header(
         asked["target"] = target
     for key, value in (asked | {"dtype": dtype, "schema": str(SCHEMA)}).items():
         if facts.get(key) != value:
-            raise RowError("bad_states", f"{key} is {facts.get(key)}, asked for {value}")
+            raise RowError("bad_states", f"{key} is {facts.get(key)}, expected {value}")
     if not np.array_equal(header.token_ids, np.asarray(input_ids, dtype=np.int64)):
         raise RowError("bad_states", f"its {len(header.token_ids)} token ids are not the row's {len(input_ids)}")
     expected = shapes(len(input_ids), len(layer_ids), hidden, dtype)
@@ -224,24 +224,24 @@ def check_header(
 
 
 def begin_checksum(header: Header) -> int:
-    """CRC-32 of the header, the checksum in it counted as zeros; the tensors' bytes are added to it in file order."""
+    """CRC-32 of the header with its own checksum zeroed; continue it with the tensors' bytes in file order."""
     stored = header.metadata.get("crc32", "")
     return zlib.crc32(header.head.replace(f'"crc32":"{stored}"'.encode(), b'"crc32":"00000000"'))
 
 
 def check_content(path: Path) -> None:
-    """Every byte and value of a published file. Raises ContractError or RowError("bad_states")."""
+    """Check every byte and value of a published file. Raises ContractError or RowError("bad_states")."""
     header = read_header(path)
     names = {"fp8": {"aux": 3, "aux_scale": 2, "final": 2}}.get(header.metadata.get("dtype"), {"hidden_states": 3})
     _need(path, header, names)
     data = _read_data(path, header)
     if f"{zlib.crc32(memoryview(data.numpy()), begin_checksum(header)):08x}" != header.metadata.get("crc32", ""):
-        raise ContractError(f"{path}: its bytes no longer give its checksum")
+        raise ContractError(f"{path} is damaged: its checksum does not match its bytes")
     check_tensors(_views(data, header))
 
 
 def read_states(path: Path) -> States:
-    """Read a plain or compact file. Raises ContractError when it is not one."""
+    """Read a bf16 or compact file. Raises ContractError when it is neither."""
     header = read_header(path)
     tensors = _views(_read_data(path, header), header)
     if header.metadata.get("dtype") == "fp8":
@@ -254,7 +254,7 @@ def read_states(path: Path) -> States:
 
 
 def _need(path: Path, header: Header, dimensions: dict[str, int]) -> None:
-    """Raises ContractError unless the tensors are there, with a state for each token in the first dimension."""
+    """Raises ContractError unless the tensors exist and their first dimension is the number of tokens."""
     tokens = len(header.token_ids)
     for name, count in dimensions.items():
         _dtype, shape = header.spec.get(name, (None, ()))

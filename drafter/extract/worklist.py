@@ -1,4 +1,4 @@
-"""What stage 02 is asked for, what of it is there, what is left, and whether it fits the disk."""
+"""The rows of stage 02: which are requested, which are extracted, which are left, and whether they fit the disk."""
 
 import contextlib
 import json
@@ -17,13 +17,13 @@ from drafter.extract import states
 from drafter.generate import prompts, rows
 from drafter.stage import say
 
-DUPLICATE = "duplicate"  # the reason of a row that the shards repeat
-MERGE_SECONDS = 3600.0  # a merge looks at every file, which takes minutes on a network file system
+DUPLICATE = "duplicate"  # reject reason of a row that occurs again in the shards
+MERGE_SECONDS = 3600.0  # a merge stats every file, which takes minutes on a network file system
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """A row as it is extracted: cut at `max_seq_len`, its token ids still on disk."""
+    """A row to extract, cut at `max_seq_len`; its token ids stay on disk."""
 
     row_id: str
     conv_id: str
@@ -66,9 +66,9 @@ class Rejected:
 
 
 def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], list[Rejected]]:
-    """The rows of stage 01b that are still asked for, in order, as they will be extracted, and those that cannot be.
+    """Stage 01b's requested rows in order, cut for extraction, and the rows that cannot be extracted.
 
-    Of a row that the shards hold more than once, the first is extracted. Raises ContractError on a broken row.
+    A row that occurs several times is extracted once, from its first place. Raises ContractError on a broken row.
     """
     items: list[Item] = []
     rejected: list[Rejected] = []
@@ -93,9 +93,9 @@ def read_items(config: Config, limit: int | None = None) -> tuple[list[Item], li
 
 
 def compare_with_manifest(manifest: dict, items: list[Item], rejected: list[Rejected]) -> None:
-    """Stage 01b's rows, all of them, against the count in its manifest. Raises ContractError when some are lost."""
+    """Compare all of stage 01b's rows with the count in its manifest. Raises ContractError when some are missing."""
     if manifest["status"] not in ("complete", "partial") or "out" not in manifest:
-        say("01b_synthetic has not ended (its status: %s); later rows are left to a later run", manifest["status"])
+        say("01b_synthetic has not finished (status %s); run 02 again for its later rows", manifest["status"])
         return
     there = len(items) + sum(one.reason != DUPLICATE for one in rejected)
     if there < manifest["out"]:
@@ -156,24 +156,28 @@ class Share:
         return f"{self.index}of{self.of}"
 
 
-# What is there, what is left
+# Published files
+
+
+def journal_path(folder: Path, share: Share) -> Path:
+    return folder / ".journal" / f"{share}.jsonl"
 
 
 def extracted_rows(folder: Path, items: Iterable[Item]) -> dict[str, IndexEntry]:
-    """Rows whose published file has the size that a journal lists for these token ids."""
+    """Rows whose published file has the size that some journal lists for these token ids."""
     listed, sizes = _listed(folder), _sizes(folder)
     found = {}
     for item in items:
         path = folder / contracts.states_path(item.row_id)
         records, size = listed.get(item.row_id, set()), sizes.get(path.name)
-        # Hosts that listed different ids may mean files of equal size.
+        # Files for different ids can have the same size, so if hosts disagree the file itself decides.
         if (size, item.digest) in records and (len(records) == 1 or _holds_ids(path, item)):
             found[item.row_id] = item.entry(size)
     return found
 
 
 def _listed(folder: Path) -> dict[str, set[tuple[int, str]]]:
-    """Size and digest of each row's files: the last that each host's journal lists."""
+    """(size, digest) of each row's file, from the last record in each host's journal."""
     listed: dict[str, set[tuple[int, str]]] = {}
     for path in sorted(folder.glob(".journal/*.jsonl")):
         try:
@@ -181,7 +185,7 @@ def _listed(folder: Path) -> dict[str, set[tuple[int, str]]]:
             last = {r["row_id"]: (r["bytes"], r["digest"]) for r in records}
         except ContractError as error:
             raise ContractError(
-                f"{error}; remove {path.name}, then the files that it lists are checked instead"
+                f"{error}; remove {path.name}, and the next run checks the files themselves"
             ) from None
         for row_id, record in last.items():
             listed.setdefault(row_id, set()).add(record)
@@ -206,17 +210,17 @@ def _sizes(folder: Path) -> dict[str, int]:
     sizes = {}
     for file in _files(folder):
         if file.name.endswith(".safetensors"):
-            with contextlib.suppress(FileNotFoundError):  # another host withdrew it
+            with contextlib.suppress(FileNotFoundError):  # removed by another host meanwhile
                 sizes[file.name] = file.stat().st_size
     return sizes
 
 
 class Outdated(RowError):
-    """A file of the same row and question that holds other token ids: cut elsewhere, or generated again since."""
+    """The file belongs to this row but holds other token ids: cut at another length, or generated again since."""
 
 
 def check_row_header(config: Config, item: Item, path: Path) -> None:
-    """A file's header against its row. Raises Outdated, RowError, ContractError or FileNotFoundError."""
+    """Compare a file's header with its row. Raises Outdated, RowError, ContractError or FileNotFoundError."""
     header, target = states.read_header(path), config.target
     hidden, model = target.architecture.hidden_size, files.fingerprint_path(target.model)
     question = target.layer_ids, hidden, config.extract.dtype, model
@@ -228,19 +232,19 @@ def check_row_header(config: Config, item: Item, path: Path) -> None:
 
 
 def check_file(config: Config, item: Item, path: Path) -> IndexEntry:
-    """Every byte of a published file against its row. Raises as `check_header` does."""
+    """Compare every byte of a published file with its row. Raises as `check_row_header` does."""
     check_row_header(config, item, path)
     states.check_content(path)
     return item.entry(path.stat().st_size)
 
 
 def adopt_files(config: Config, folder: Path, todo: list[Item], share: Share) -> list[Item]:
-    """What is left of `todo` once files that no journal lists yet, as a kill leaves them, were checked.
+    """Check files that are published but in no journal (after a kill); return the rows that are still to do.
 
-    The right ones are listed. The others keep their name until the row's new file takes it.
+    Correct files are added to the journal. Others keep their name until the new file replaces them.
     """
     left, sizes = [], _sizes(folder)
-    with files.Journal(folder / ".journal" / f"{share}.jsonl") as journal:
+    with files.Journal(journal_path(folder, share)) as journal:
         for item in todo:
             path = folder / contracts.states_path(item.row_id)
             if path.name in sizes:
@@ -257,7 +261,7 @@ def adopt_files(config: Config, folder: Path, todo: list[Item], share: Share) ->
 
 
 def outdated_rows(config: Config, folder: Path, todo: list[Item]) -> dict[Item, int]:
-    """Rows whose file would be replaced by one of other token ids, with its size; by headers alone."""
+    """Rows whose file holds other token ids than they have now, with the file's size; reads headers only."""
     found, sizes = {}, _sizes(folder)
     for item in todo:
         path = folder / contracts.states_path(item.row_id)
@@ -272,7 +276,7 @@ def outdated_rows(config: Config, folder: Path, todo: list[Item]) -> dict[Item, 
 
 
 def remove_unpublished(folder: Path, share: Share) -> int:
-    """Remove what crashes left unpublished of this share's rows; the number removed."""
+    """Remove this share's unpublished files, which a crash left; returns their number."""
     stray = [f for f in _files(folder) if not f.name.endswith(".safetensors") and f.name.partition(".")[0] in share]
     for file in stray:
         Path(file.path).unlink(missing_ok=True)
@@ -281,16 +285,16 @@ def remove_unpublished(folder: Path, share: Share) -> int:
 
 @contextlib.contextmanager
 def locked_share(folder: Path, share: Share, who: str = "", reads: Iterable[Path] = ()) -> Iterator[None]:
-    """One client for each share, no two ways of sharing at once, and nobody reads the folder. Raises ConfigError.
+    """Hold this share's lock: one client a share, one value of n at a time, no reader. Raises ConfigError.
 
-    What killed calls left beside the rows' files is removed, unless another share is at work.
+    Temporary files of killed calls are removed unless another share is running.
     """
     with contextlib.ExitStack() as stack:
         others = [other for other in folder.glob(f"{locks.SHARES}/*") if not other.name.endswith(f"of{share.of}")]
         ours = [*others, folder / locks.SHARES / str(share)]
         for each in ours:
             stack.enter_context(locks.locked(each, who, reads))
-        # A share that begins meanwhile waits for this lock; a reader holds it as long as it reads.
+        # Readers hold this lock while they read, and a share that starts now waits for it.
         with locks.locked(folder):
             if set(locks.shares_in_use(folder)) == set(ours):
                 for place in (folder, *folder.glob(".*/")):
@@ -300,18 +304,17 @@ def locked_share(folder: Path, share: Share, who: str = "", reads: Iterable[Path
 
 @contextlib.contextmanager
 def merge_lock(folder: Path) -> Iterator[None]:
-    """One host at a time joins what all hosts have: the index and the manifest that counts it. Raises ConfigError."""
+    """Only one host at a time writes the common index and manifest. Raises ConfigError after MERGE_SECONDS."""
     if locks.in_use(folder / ".merge"):
-        say("another host is writing the index; this one waits for it")
+        say("another host is writing the index of %s; waiting until it is done", folder)
     with locks.locked(folder / ".merge", seconds=MERGE_SECONDS):
         yield
 
 
 def write_index(folder: Path, items: list[Item]) -> dict[str, IndexEntry]:
-    """Join the rows with the journals of all hosts into `index.jsonl`, in the rows' order."""
+    """Write `index.jsonl` from the journals of all hosts, in the rows' order."""
     found = extracted_rows(folder, items)
-    lines = [json.dumps(found[item.row_id].to_record()) for item in items if item.row_id in found]
-    files.write_text(folder / "index.jsonl", "".join(f"{line}\n" for line in lines))
+    files.write_jsonl(folder / "index.jsonl", (found[i.row_id].to_record() for i in items if i.row_id in found))
     return found
 
 
@@ -327,9 +330,9 @@ def file_bytes(config: Config, item: Item, tokens: int, dtype: states.Dtype) -> 
 
 
 def estimate_disk(config: Config, todo: list[Item], folder: Path, replaced: int = 0) -> dict:
-    """What the rest of the stage takes and what there is, in exact bytes; `advice` when it does not fit.
+    """Exact bytes that the rows in `todo` need, and free space; `advice` when they do not fit.
 
-    `replaced`: bytes of files that new ones take the place of.
+    `replaced`: bytes of existing files that will be replaced.
     """
     dtype = config.extract.dtype
     sizes = [file_bytes(config, item, item.tokens, dtype) for item in todo]
@@ -342,16 +345,15 @@ def estimate_disk(config: Config, todo: list[Item], folder: Path, replaced: int 
     for size in sizes:
         fitting += size
         count += fitting <= room
-    ways = [f"run.name as it is with --limit for {count} of the {len(todo)} rows left"]
+    ways = [f"--limit, for {count} of the {len(todo)} rows left"]
     if length := _longest(config, todo, room):
         ways.append(f"target.max_seq_len {length}")
     if dtype == "bf16" and sum(file_bytes(config, item, item.tokens, "fp8") for item in todo) <= room:
         ways.append("extract.dtype fp8 in another run.name")
     words = {key: text.size(found[key]) for key in ("bytes", "free", "reserve")}
-    kept = f"extract.reserve_gb {config.extract.reserve_gb:g} keeps {words['reserve']}"
     found["advice"] = (
-        f"{len(todo)} rows of {found['tokens']} tokens take {words['bytes']}; {folder} has {words['free']} "
-        f"free and {kept}. What fits: {'; '.join(ways)}"
+        f"{len(todo)} rows of {found['tokens']} tokens take {words['bytes']}, but {folder} has {words['free']} free, "
+        f"of which extract.reserve_gb keeps {words['reserve']}. Free some space, or use {', or '.join(ways)}"
     )
     return found
 

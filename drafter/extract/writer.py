@@ -2,12 +2,12 @@
 
 The connector starts it: `python -m drafter.extract.writer ARENA PIPE BYTES THREADS ENGINE`.
 
-The connector copies states into an arena, a file in memory that both processes map, and names what lies where. In
-threads of the engine's own process the many short calls of this work would take turns with the engine for Python's
-lock, which costs both more than the work itself (docs/measurements.md). NumPy is all that is imported here.
+The connector copies states into an arena, an in-memory file that both processes map, and sends what lies where.
+Threads in the engine's process would compete with the engine for Python's lock, which costs both more than the work
+itself (docs/measurements.md). A second process pays off above about 140,000 tokens a second. It imports only NumPy.
 
-The process goes on until it is told to end, whatever signals reach its group. When the engine dies without a word it
-begins no further file and ends: who sees that the engine is dead need not wait for its files.
+The process ignores signals to its group and ends when the engine sends None. If the engine dies, it starts no further
+file and ends, so a client that sees the engine's lock released need not wait for more files.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file to be. `arrays`: NumPy's dtype, shape and the offset in the arena of each, in file order."""
+    """A file to write. `arrays`: NumPy dtype, shape and offset in the arena of each, in file order."""
 
     part: Path
     token_ids: np.ndarray  # [T] int64
@@ -50,7 +50,7 @@ class File:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """Bytes of the arena, given out from its start on."""
+    """A part of the arena; `take` hands out its bytes in order."""
 
     start: int
     end: int
@@ -62,12 +62,12 @@ class Region:
         offset = self.start + self.given
         self.given += -(-size // 64) * 64
         if offset + size > self.end:
-            raise ValueError(f"{self.given} bytes of {self.end - self.start} are asked for")
+            raise ValueError(f"{self.given} bytes requested from a region of {self.end - self.start}")
         return offset
 
 
 class Writer:
-    """The engine's end: an arena used as a ring, and the process that empties it."""
+    """The engine's side: an arena used as a ring buffer, and the process that empties it."""
 
     def __init__(self, size: int, threads: int):
         self.size = -(-size // PAGE) * PAGE
@@ -88,7 +88,7 @@ class Writer:
 
     @property
     def queued(self) -> int:
-        """Bytes that wait for the disk."""
+        """Bytes waiting for the disk."""
         with self._changed:
             return sum(region.end - region.start for region in self._regions if not region.written)
 
@@ -109,32 +109,32 @@ class Writer:
 
     def _place(self, size: int) -> int | None:
         if not self._regions:
-            return 0 if size <= self.size else None  # always from its start: memory never used is never taken
+            return 0 if size <= self.size else None  # from its start, so that pages never needed are never allocated
         first, last = self._regions[0].start, self._regions[-1].end
-        if last <= first:  # used: from `first` to the arena's end, and from its start to `last`
+        if last <= first:  # wrapped: used are `first` to the arena's end and its start to `last`
             return last if size <= first - last else None
         if size <= self.size - last:
             return last
         return 0 if size <= first else None
 
     def submit(self, region: Region, files: list[File], copied: Callable[[], None]) -> None:
-        """Write the files once `copied`, which blocks, has returned; the region is free after that."""
+        """Write the files after `copied()` returns (it blocks); then the region is free again."""
         self._copies.put((region, files, copied))
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until every file is written."""
         self._copies.put(None)
         self._process.wait()
 
     def _send(self) -> None:
-        with contextlib.suppress(OSError):  # the process is dead, which the other thread sees
+        with contextlib.suppress(OSError):  # the process died, which the receiving thread notices
             try:
                 while (job := self._copies.get()) is not None:
                     region, files, copied = job
                     copied()
                     self._sent[region.start] = region
                     self._pipe.send((region.start, files))
-            finally:  # after a copy that failed as well, which ends the engine
+            finally:  # also after a failed copy, which ends the engine
                 self._pipe.send(None)
 
     def _receive(self) -> None:
@@ -159,15 +159,15 @@ def start_writer(arena: int, pipe: Connection, size: int, threads: int) -> subpr
 
 
 def write_jobs(arena: mmap.mmap, pipe: Connection, threads: int, engine: int) -> None:
-    """Write what the pipe names until it says None. Raises EOFError when the engine, the parent process, is gone."""
+    """Write the files that the pipe sends until it sends None. Raises EOFError when the engine has died."""
     open_files: Counter[int] = Counter()
     counting = threading.Lock()
 
     def one(region: int, file: File) -> None:
         try:
-            if os.getppid() == engine:  # what a dead one had sent is still in the pipe
+            if os.getppid() == engine:  # files of a dead engine may still be in the pipe
                 write_file(arena, file)
-        finally:  # whatever happened, the region's memory is needed again
+        finally:  # free the region's memory whatever happened
             with counting:
                 open_files[region] -= 1
                 if not open_files[region]:
@@ -183,7 +183,7 @@ def write_jobs(arena: mmap.mmap, pipe: Connection, threads: int, engine: int) ->
 
 
 def write_file(arena: mmap.mmap, file: File) -> None:
-    """Check, write beside the part, rename; or leave the reason."""
+    """Check the arrays, write them under a temporary name and rename; on failure write the reason to `.error`."""
     own = file.part.with_suffix(".writing")
     try:
         arrays = {"token_ids": file.token_ids} | {
@@ -197,17 +197,17 @@ def write_file(arena: mmap.mmap, file: File) -> None:
     except RowError as error:
         _report(file.part, {"reason": error.reason, "detail": error.detail})
     except OSError as error:
-        with contextlib.suppress(OSError):  # on a file system that became read-only this fails too
+        with contextlib.suppress(OSError):  # fails too if the file system became read-only
             own.unlink(missing_ok=True)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         _report(file.part, {"reason": "disk_full" if full else "failed", "detail": str(error)})
-    except Exception as error:  # an exception in a thread would go unseen
+    except Exception as error:  # an exception in a thread would be lost
         _report(file.part, {"reason": "failed", "detail": repr(error)})
 
 
 def _report(part: Path, reason: dict) -> None:
-    """Best effort: on a full disk an empty file may be all that fits, and the client has a time limit besides."""
-    with contextlib.suppress(OSError):  # the log may be on the same disk
+    """Best effort: on a full disk the file may stay empty, and the client has a time limit anyway."""
+    with contextlib.suppress(OSError):  # the log may be on the same full disk
         print(f"no hidden states at {part}: {reason}", file=sys.stderr, flush=True)
     own = part.with_suffix(".writing")
     with contextlib.suppress(OSError):

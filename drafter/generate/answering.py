@@ -1,4 +1,4 @@
-"""What stage 01b has left to ask, and the pass that asks it: workers, histories, rejections, the failure budget."""
+"""Stage 01b's pending requests and the pass that sends them: workers, histories, rejections, the failure budget."""
 
 import asyncio
 import json
@@ -22,18 +22,18 @@ BUDGETED_REASONS = frozenset(
     {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
      "bad_token_ids"}
 )  # fmt: skip
-RETRYABLE_REASONS = frozenset({"failed", "conversation_ended"})  # by the next run after one that did not complete
-FAILURES_ALLOWED = 5  # before their share means anything
-MAX_ROWS_WITHOUT_REASONING = 20  # thinking rows without any reasoning before the run is stopped
-FRAME_TOKENS = 64  # what a template may put around one message
-DRAIN = 16  # times the concurrency: how many requests at the end are ordered by expected length
+RETRYABLE_REASONS = frozenset({"failed", "conversation_ended"})  # tried again after an incomplete run
+FAILURES_ALLOWED = 5  # failures below this number never stop the run
+MAX_ROWS_WITHOUT_REASONING = 20  # the first rows of a reasoning model; then the run stops
+FRAME_TOKENS = 64  # tokens that a template may put around one message
+DRAIN = 16  # the last DRAIN * concurrency requests are sent longest first
 
 
 class Work:
-    """What is still to do: the requests asked for, minus rows on disk, minus final rejections.
+    """The requests, split into done (row on disk), rejected for good, and pending.
 
-    `mixed` holds the materialised prompts, `folder` the rows and rejections of replies; rejections for the reasons
-    in `retried` do not count.
+    `mixed` holds the prompt mix, `folder` the rows and the rejected replies; replies that were rejected for a reason
+    in `retried` are pending again.
     """
 
     def __init__(self, mixed: Path, folder: Path, limit: int | None = None, retried: frozenset[str] = frozenset()):
@@ -53,7 +53,7 @@ class Work:
         self.pending = [i for i, identity in enumerate(self.requests.ids) if identity not in settled]
 
     def row_set(self) -> str:
-        """Identity of the rows that there are once everything pending has its row."""
+        """Hash of the ids of all rows, as if every pending request had one."""
         ids = self.done | {self.requests.ids[index] for index in self.pending}
         return contracts.row_set(identity.hex() for identity in ids)
 
@@ -79,19 +79,19 @@ class Generation:
         )
         self.tokens = 0
         self.started, self._cpu = time.monotonic(), time.process_time()
-        self._ends: list[float] = []  # when each worker found nothing left to do
+        self._ends: list[float] = []  # time at which each worker ran out of requests
         self._new = Counter[str]()
         self._first_failure = ""
         self._rows_without_reasoning = 0
         self._misparsed = Counter[str]()
-        self._ended: set[int] = set()  # requests rejected because an earlier turn gave no answer to build on
+        self._ended: set[int] = set()  # requests rejected because an earlier turn has no usable answer
         self._lengths: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # source -> tokens, rows
         self._continued: deque[tuple[int, list[str]]] = deque()
         self._pending = work.pending
         self._ready = self._in_order(work.done)
 
     async def run(self) -> None:
-        """Raises ContractError when the failure budget is spent, ConfigError when reasoning never arrives."""
+        """Raises ContractError when too many requests fail, ConfigError when no row has reasoning."""
         await self.load.look()
         if room := self.load.room(self.settings):
             say("%s", room)
@@ -109,10 +109,10 @@ class Generation:
             self.progress.close()
 
     def _in_order(self, done: set[bytes]) -> Iterator[tuple[int, list[str]]]:
-        """Requests that can be sent at once, with their history.
+        """Requests that can be sent now, with their history.
 
-        The shuffle is kept, so that a run cut short is a fair sample; only the last ones go longest first, for
-        then the tail, when slots stand idle, is about as long as the shortest of them.
+        The shuffled order is kept, so that a run that stops early is a fair sample. Only the last requests are sent
+        longest first: then the time with idle slots at the end is about as long as the shortest of them.
         """
         yield from self._resumed(done)
         heads = [i for i in self._pending if i not in self.requests.parents]
@@ -132,7 +132,7 @@ class Generation:
         return turns * mean, sum(len(message["content"] or "") for message in request.messages)
 
     def _resumed(self, done: set[bytes]) -> Iterator[tuple[int, list[str]]]:
-        """Turns whose predecessors an earlier run has answered; those behind a rejected turn are rejected."""
+        """Turns whose earlier turns have rows on disk. Turns after a rejected one are rejected."""
         requests = self.requests
         if not requests.parents:
             return
@@ -186,7 +186,7 @@ class Generation:
         return rows.read_reply(reply, request, chat.sampling(self.settings, request.row_id), self.config.target)
 
     async def _refuse_too_long(self, request: Request, body: dict) -> None:
-        """A token is at least a byte, so only prompts of more bytes than the context has tokens are counted."""
+        """A token has at least one byte, so tokens are counted only for prompts with more bytes than the context."""
         texts = [message["content"] or "" for message in body["messages"]]
         most = sum(len(text.encode(errors="replace")) + FRAME_TOKENS for text in [*texts, json.dumps(request.tools)])
         if most < self.context:
@@ -217,7 +217,7 @@ class Generation:
             self._end_conversation(self.requests.ids[index])
 
     def _check_parsing(self, row: Row) -> None:
-        """Raises ConfigError when the server's reasoning parser is none, or not the model's."""
+        """Raises ConfigError when the server has no reasoning parser, or another model's."""
         if row.finish_reason == "replay":
             return
         if self._rows_without_reasoning is not None and rows.thinks(self.config.target):
@@ -233,7 +233,7 @@ class Generation:
                 raise ConfigError(
                     f"{count} of {self._rows_made + 1} replies {rows.MISPARSED[flag]}: restart the server with the "
                     "model's own --reasoning-parser (servers.generate.args.reasoning-parser), or without one for a "
-                    "model that does not think; the rows made so far are kept"
+                    "model without reasoning; the rows made so far are kept"
                 )
 
     def _reject(self, request: Request, error: RowError) -> None:
@@ -251,13 +251,13 @@ class Generation:
             )
 
     def _end_conversation(self, identity: bytes) -> None:
-        """Reject every turn behind `identity`: there is no answer to build on."""
-        behind = [identity]
-        while behind:
-            for index in self.requests.children.get(behind.pop(), ()):
+        """Reject every later turn of the conversation: `identity`, the row before them, has no usable answer."""
+        rejected = [identity]
+        while rejected:
+            for index in self.requests.children.get(rejected.pop(), ()):
                 if index not in self._ended:
                     self._ended.add(index)
-                    behind.append(self.requests.ids[index])
+                    rejected.append(self.requests.ids[index])
                     self._reject(self.requests[index], RowError("conversation_ended"))
 
     @property
@@ -275,7 +275,7 @@ class Generation:
         }
 
     def facts(self) -> dict:
-        """Rates and losses; the tail is the time from the first idle slot to the last reply, once all have ended."""
+        """Facts for the manifest. The tail is the time from the first idle slot to the last reply."""
         seconds = time.monotonic() - self.started
         ends = self._ends or [0.0]
         idle = sum(max(ends) - end for end in ends)

@@ -1,4 +1,4 @@
-"""What is asked of the server: a chat request's body, its time limit, and the check before the first one."""
+"""Chat requests: their body, their time limit, and the checks before the first one."""
 
 import json
 
@@ -9,13 +9,13 @@ from drafter.generate import conversations, replay, rows
 from drafter.generate.prompts import Request
 from drafter.serve.client import Client
 
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")  # beside the tokenizer's files
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")  # in the model folder
 CHAT = "/v1/chat/completions"
-TIMEOUT_SECONDS = 60.0  # beside the time that max_tokens take at the floor rate
+TIMEOUT_SECONDS = 60.0  # on top of the time that max_tokens take at the floor rate
 
 
 def sampling(settings: Generate, row_id: str) -> dict:
-    """Every sampling parameter, since a server fills gaps from the model's generation_config.json."""
+    """Every sampling parameter: a server takes missing ones from the model's generation_config.json."""
     chosen = {
         "temperature": settings.temperature,
         "top_p": settings.top_p,
@@ -48,9 +48,9 @@ def chat_body(request: Request, history: list[str], config: Config) -> dict:
 
 
 async def check_server(client: Client, config: Config) -> int:
-    """Check with one small request what all the others rely on; the server's context length.
+    """Check the server with one small request; returns its context length in tokens.
 
-    Raises ConfigError: served name, special tokens, token ids, the prompt's end. ResumableError: no answer.
+    Raises ConfigError for a wrong name, special token, token id or prompt end, ResumableError without an answer.
     """
     target = config.target
     target.check_special_tokens()
@@ -61,16 +61,18 @@ async def check_server(client: Client, config: Config) -> int:
     try:
         listed = {model["id"]: model for model in (await client.get("/v1/models"))["data"]}
         if target.served_name not in listed:
-            raise ConfigError(f"target.served_name: the server serves {sorted(listed)}, not {target.served_name!r}")
+            raise ConfigError(f"target.served_name is {target.served_name!r}, but the server serves {sorted(listed)}")
         for text, token in target.special_tokens.items():
             ids = await replay.tokenize(client, target, prompt=text, add_special_tokens=False)
             if ids != [token]:
-                raise ConfigError(f"target.special_tokens: the server reads {text!r} as {ids}, not as {[token]}")
+                raise ConfigError(
+                    f"target.special_tokens: {text!r} is {[token]}, but the server tokenizes it to {ids}"
+                )
         rows.read_reply(await client.post(CHAT, small, timeout=request_timeout(config.generate)), request, {}, target)
     except RowError as error:
         if error.reason == "failed":
             raise ResumableError(
-                f"the server answers no request ({error.detail}); run the same command again"
+                f"the generate server did not answer ({error.detail}); run the same command again"
             ) from None
         hint = {
             "bad_reply": "vLLM 0.26 and newer return token ids with every reasoning parser",
@@ -81,10 +83,7 @@ async def check_server(client: Client, config: Config) -> int:
 
 
 def check_template(config: Config) -> None:
-    """A server that is started here needs a chat template: its `chat-template` flag or one in the model folder.
-
-    Raises ConfigError.
-    """
+    """Raises ConfigError when a server started here would have no chat template, from a flag or the model folder."""
     folder, server = config.target.model, config.servers.generate
     own_template = server.flags.keys() & {"chat-template", "tokenizer", "tokenizer-mode"}
     if server.kind != "command" or own_template or not folder.is_dir() or (folder / "tekken.json").exists():
@@ -98,11 +97,11 @@ def check_template(config: Config) -> None:
         except FileNotFoundError:
             continue
         except (ValueError, RecursionError, AttributeError):
-            raise ConfigError(f"{folder / name} is no tokenizer's file") from None
+            raise ConfigError(f"{folder / name} is not a JSON object; fetch the model again") from None
     raise ConfigError(
         f"target.model: {folder} has no chat template (chat_template.jinja, or chat_template in "
-        "tokenizer_config.json), and without one a server refuses every conversation; name a template with "
-        "servers.generate.args.chat-template, or take the model's instruction-tuned version"
+        "tokenizer_config.json), and without one a server refuses every conversation; set "
+        "servers.generate.args.chat-template, or use the model's instruction-tuned version"
     )
 
 

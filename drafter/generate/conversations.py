@@ -1,7 +1,7 @@
-"""One record of a prompt source -> one conversation in OpenAI form.
+"""Convert one record of a prompt source to a conversation in OpenAI form.
 
-Records come in the schemas that public data sets use. Roles, tools and tool calls are repaired where that loses
-nothing; any other record is refused with the field that cannot be read, before a server sees it.
+Records may have any of the forms that public data sets use. Roles, tools and tool calls are repaired if that loses
+nothing; any other record is rejected with the name of the field that cannot be read, before it is sent to a server.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from drafter.config import Column
 from drafter.errors import RowError
 
-OWN_ANSWER = {"role": "assistant", "content": None}  # the answer that the model itself will give there
+OWN_ANSWER = {"role": "assistant", "content": None}  # placeholder for the model's own answer
 CALL = "function_call"
 
 ROLES = {
@@ -33,14 +33,14 @@ USUAL: dict[Column, tuple[str, ...]] = {
     "answer": ("output", "response", "completion", "answer"),
     "tools": ("tools",),
 }
-QUESTIONS: tuple[Column, ...] = ("messages", "prompt", "turns")  # one of these holds what the user asks
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns of what the text is about
+QUESTIONS: tuple[Column, ...] = ("messages", "prompt", "turns")  # one of these holds the question
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that the text refers to
 WANTED = (
     'a line can be {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."}; '
     "every form is in docs/data_formats.md"
 )
 SHOWN = 60  # characters of a value in a message
-NAMED = 8  # columns in a message
+NAMED = 8  # columns that a message names
 
 
 class BrokenLine(str):
@@ -50,9 +50,9 @@ class BrokenLine(str):
 
 
 class Conversation(NamedTuple):
-    messages: list[dict]  # OWN_ANSWER between two user turns of a record without answers
+    messages: list[dict]  # OWN_ANSWER between the user turns of a record without answers
     tools: list | None
-    turns: Literal["first", "last", "all"]  # what is asked when the source does not say
+    turns: Literal["first", "last", "all"]  # which turns are answered if the source does not say
     read_by: tuple[str, ...]  # the columns that were read
 
 
@@ -61,7 +61,7 @@ def bad_conversation(why: str) -> RowError:
 
 
 def shorten(value: Any) -> str:
-    """A value for a message, never longer than SHOWN characters."""
+    """A value as text of at most SHOWN characters, for messages."""
     text = value if isinstance(value, str) else reprlib.repr(value)  # bounded in depth and length
     text = text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
     return repr(text) if isinstance(value, str) else text
@@ -70,10 +70,10 @@ def shorten(value: Any) -> str:
 def read_conversation(
     record: Any, columns: Mapping[Column, str] | None = None, first_only: bool | None = False
 ) -> Conversation:
-    """The conversation in a record; `columns` names those with unusual names.
+    """The conversation in a record; `columns` gives unusual column names.
 
-    `first_only` reads up to the first user turn and ignores whatever follows; None: where that is the default.
-    Raises RowError (`no_user_turn`, `bad_conversation`).
+    `first_only` reads up to the first user turn and ignores the rest; None: if that is the default of the record's
+    form. Raises RowError (`no_user_turn`, `bad_conversation`).
     """
     columns = columns or {}
     if isinstance(record, BrokenLine):
@@ -83,7 +83,7 @@ def read_conversation(
     what, column = _question(record, columns)
     for name in MEDIA:
         if record.get(name) and name not in columns.values():
-            raise bad_conversation(f"{name}: the text is about media beside it, and only text can be asked")
+            raise bad_conversation(f"{name}: the text refers to media, but only text can be asked")
     used, value = [column], record[column]
     if what != "messages" and (isinstance(value, str) or _all_text(value)):
         raw: list = [{"role": "user", "content": text} for text in ([value] if isinstance(value, str) else value)]
@@ -104,7 +104,7 @@ def read_conversation(
 
 
 def _question(record: dict, columns: Mapping[Column, str]) -> tuple[Column, str]:
-    """What holds the question, and the column it is in: the first with something in it."""
+    """The kind of the question's column, and its name: the first that is not empty."""
     named = [(what, columns[what]) for what in QUESTIONS if what in columns]
     candidates = named or [(what, name) for what in QUESTIONS for name in USUAL[what]]
     there = [each for each in candidates if each[1] in record]
@@ -115,7 +115,7 @@ def _question(record: dict, columns: Mapping[Column, str]) -> tuple[Column, str]
 
 
 def join_names(columns: Iterable) -> str:
-    """Names of columns for a message, the first few."""
+    """The first few column names, for a message."""
     some = [shorten(str(name))[1:-1] for name in islice(columns, NAMED + 1)]
     return ", ".join(some[:NAMED]) + (" and others" if len(some) > NAMED else "") if some else "nothing"
 
@@ -125,7 +125,7 @@ def _all_text(value: Any) -> bool:
 
 
 def _single(record: dict, columns: Mapping, column: str, text: str, used: list[str]) -> Iterator[dict]:
-    """A question in columns of its own, with its answer where there is one."""
+    """Messages of a question given in single columns, with its answer if there is one."""
     if "input" in columns or "prompt" not in columns:
         more = _text_beside(record, columns, "input", used)
         text = f"{text.strip()}\n\n{more}" if more else text
@@ -137,7 +137,7 @@ def _single(record: dict, columns: Mapping, column: str, text: str, used: list[s
 
 
 def _text_beside(record: dict, columns: Mapping, what: Column, used: list[str]) -> str:
-    """The text in a column beside the question, blank where there is none."""
+    """The text in another column than the question's; "" if there is none."""
     candidates = [columns[what]] if what in columns else USUAL[what]
     name = next((name for name in candidates if record.get(name)), None)
     if name is None:
@@ -157,7 +157,7 @@ def _role(entry: Any) -> str | None:
 
 
 def _first(entry: dict, *names: str) -> Any:
-    """The first that is given; Parquet fills what a record lacks with null."""
+    """The first value that is not null (Parquet fills missing values with null)."""
     return next((entry[name] for name in names if entry.get(name) is not None), None)
 
 
@@ -189,14 +189,14 @@ def _read_messages(raw: list, field: str, first_only: bool) -> list[dict]:
             messages.append(message)
     said = [m["content"] for m in messages if m["role"] == "user"]
     if not any(said):
-        raise RowError("no_user_turn", f"{field}: nothing that a user says")
+        raise RowError("no_user_turn", f"{field}: no user turn with text")
     if not all(said):
-        raise bad_conversation(f"{field}: a blank user turn")
+        raise bad_conversation(f"{field}: a user turn is blank")
     return messages
 
 
 def _add_user(messages: list[dict], message: dict, answered: bool) -> None:
-    """A user turn behind a user turn: one turn in two parts, or, where the record has no answers, the next turn."""
+    """Add a user turn that follows a user turn: its second part, or in a record without answers the next turn."""
     last, content = messages[-1]["content"], message["content"]
     if not content:
         return
@@ -208,7 +208,7 @@ def _add_user(messages: list[dict], message: dict, answered: bool) -> None:
 
 def _read_message(entry: Any, place: str, awaited: list[str]) -> dict:
     if not isinstance(entry, dict):
-        raise bad_conversation(f"{place}: {shorten(entry)} is no message")
+        raise bad_conversation(f"{place}: {shorten(entry)} is not a message")
     role = _role(entry)
     if role is None:
         raise bad_conversation(f"{place}: unknown role {shorten(_first(entry, 'role', 'from'))}")
@@ -236,11 +236,11 @@ def _content(content: Any, place: str) -> str:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type", part) if isinstance(part, dict) else part
                 raise bad_conversation(
-                    f"{place}.content[{index}]: {shorten(kind)} is not text, and only text can be asked"
+                    f"{place}.content[{index}]: {shorten(kind)} is not text, but only text can be asked"
                 )
         return "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise bad_conversation(f"{place}: content that is not text, but {shorten(content)}")
+        raise bad_conversation(f"{place}: the content is not text but {shorten(content)}")
     return content or ""
 
 
@@ -248,18 +248,18 @@ def _content(content: Any, place: str) -> str:
 
 
 def _calls_in_text(text: str, place: str) -> list[dict]:
-    """The calls that an open set writes as JSON into a message of its own."""
+    """The calls in a message that open data sets write as JSON text."""
     try:
         calls = json.loads(text)
     except (ValueError, RecursionError):
-        raise bad_conversation(f"{place}: a function call that is not JSON: {shorten(text)}") from None
+        raise bad_conversation(f"{place}: the function call is not JSON: {shorten(text)}") from None
     return _read_calls([{"function": call} for call in (calls if isinstance(calls, list) else [calls])], place)
 
 
 def _read_calls(calls: Any, place: str) -> list[dict]:
-    """Calls with the id, type and arguments as text that a server demands."""
+    """Calls with the id, type and text arguments that a server requires."""
     if not isinstance(calls, list):
-        raise bad_conversation(f"{place}: {shorten(calls)} is no list of calls")
+        raise bad_conversation(f"{place}: {shorten(calls)} is not a list of calls")
     number = place.partition("[")[2].partition("]")[0]
     return [_read_call(call, f"{place}[{i}]", f"call_{number}_{i}") for i, call in enumerate(calls)]
 
@@ -268,10 +268,10 @@ def _read_call(call: Any, place: str, default_id: str) -> dict:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_conversation(
-            f'{place}: {shorten(call)} is no call; wanted {{"function": {{"name": ..., "arguments": ...}}}}'
+            f'{place}: {shorten(call)} is not a call; use {{"function": {{"name": ..., "arguments": ...}}}}'
         )
     if not isinstance(call.get("id"), str | None) or call.get("type", "function") != "function":
-        raise bad_conversation(f"{place}: {shorten(call)}: wanted an id that is text and the type function")
+        raise bad_conversation(f"{place}: {shorten(call)}: its id must be text and its type function")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False, default=str)
@@ -280,13 +280,13 @@ def _read_call(call: Any, place: str, default_id: str) -> dict:
 
 
 def _read_tools(record: dict, columns: Mapping[Column, str], used: list[str]) -> list | None:
-    """The tools as a server takes them; a bare function schema is put under `function`."""
+    """The tools as a server accepts them; a bare function schema is put under `function`."""
     column = columns.get("tools", "tools")
     tools = _from_json(record.get(column), column)
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise bad_conversation(f"{column}: {shorten(tools)} is no list of tools")
+        raise bad_conversation(f"{column}: {shorten(tools)} is not a list of tools")
     used.append(column)
     return [_read_tool(_from_json(tool, column), f"{column}[{index}]") for index, tool in enumerate(tools)]
 
@@ -307,12 +307,12 @@ def _read_tool(tool: Any, place: str) -> dict:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise bad_conversation(
-            f'{place}: {shorten(tool)} is no tool; wanted {{"type": "function", "function": {{"name": ...}}}}'
+            f'{place}: {shorten(tool)} is not a tool; use {{"type": "function", "function": {{"name": ...}}}}'
         )
     if not isinstance(function.get("parameters"), dict | None):
-        raise bad_conversation(f"{place}.function.parameters: {shorten(function['parameters'])} is no JSON schema")
+        raise bad_conversation(f"{place}.function.parameters: {shorten(function['parameters'])} is not a JSON schema")
     if not isinstance(function.get("description"), str | None):
         raise bad_conversation(f"{place}.function.description: {shorten(function['description'])} is not text")
     if tool.get("type", "function") != "function":
-        raise bad_conversation(f"{place}.type: {shorten(tool['type'])}; a server takes functions only")
+        raise bad_conversation(f"{place}.type: {shorten(tool['type'])}; servers accept functions only")
     return {"type": "function"} | tool

@@ -17,23 +17,24 @@ from drafter.errors import ConfigError, RowError
 from drafter.generate import conversations, prompts, sources
 from drafter.generate.prompts import HELD_OUT, META, PROMPTS, Request
 
-BAD_ALLOWED = 2  # conversations of a source, before their share means anything
-READ_SHOWN = 3  # ways of reading a source that are named
+BAD_ALLOWED = 2  # unusable conversations of a source that are always accepted
+READ_SHOWN = 3  # ways of reading a source that a message names
 
 
 def materialise(config: Config, folder: Path, earlier: Path | None = None) -> dict:
-    """Write the mix to `folder`: requests, held-out conversations, rejected rows. Nothing when it is there already.
+    """Write the mix to `folder`: requests, held-out conversations, rejected rows. Does nothing if it exists already.
 
-    `earlier` is the folder that an earlier mix may lie in, by default `folder`: conversations held out there stay
-    held out, as far as each source's share allows. Returns per source how many `conversations` were drawn,
-    `requests` kept, and what was `rejected`; how each source was `read`; how many conversations of each are
-    `held_out`; and the `sha256` of the requests' file. The order of the requests is a shuffle in which a
-    conversation's turns stay together. Raises ConfigError for sources that cannot be used.
+    Conversations that an earlier mix in the folder `earlier` (default `folder`) held out stay held out, as far as
+    each source's share allows. The requests are shuffled; a conversation's turns stay together.
+
+    Returns the content of prompts.json: for each source the `conversations` drawn, the `requests` kept, those
+    `rejected`, how it was `read` and how many are `held_out`, and the `sha256` of the requests' file. Raises
+    ConfigError for sources that cannot be used.
     """
     earlier = earlier or folder
     if meta := current_meta(config, folder):
         return meta
-    key = _key(config)  # before reading: a file that changes later has another
+    key = _key(config)  # before reading, so that a file that changes meanwhile changes the key
     folder.mkdir(parents=True, exist_ok=True)
     mix = _Mix(config, folder / f"{PROMPTS}.unsorted{files.PART}")
     try:
@@ -56,7 +57,7 @@ def materialise(config: Config, folder: Path, earlier: Path | None = None) -> di
 
 
 def current_meta(config: Config, folder: Path) -> dict | None:
-    """What `materialise` returned for this very mix, when it lies in `folder`."""
+    """The content of prompts.json if `folder` holds the mix that this config asks for."""
     meta = checked.read_or_empty(folder / META, prompts.Meta)
     if not meta or meta["key"] != _key(config) or not (folder / PROMPTS).exists():
         return None
@@ -77,16 +78,17 @@ def _key(config: Config) -> str:
 
 
 class _HeldBefore(NamedTuple):
-    """Conversations that an earlier mix held out. `settled`: they stay so, whatever the sources' shares."""
+    """Conversations that an earlier mix held out. `settled`: they stay held out, whatever the sources' shares."""
 
     ids: frozenset[str]
     settled: bool
 
 
 def _held_before(config: Config, folder: Path) -> _HeldBefore:
-    """A run of a version without shares keeps its held-out conversations: a drafter may be trained on the others.
+    """The held-out conversations of the mix in `folder`.
 
-    Unless its sources were others, or one of them gave no request.
+    They are settled in a run of a version without shares, since its drafter may be trained on all others; not if the
+    sources have changed or one of them gave no request.
     """
     path, meta = folder / HELD_OUT, files.read_note(folder / META, sources=dict)
     ids = {r["conv_id"] for r in files.read_jsonl(path, conv_id=str)} if path.exists() else ()
@@ -96,7 +98,7 @@ def _held_before(config: Config, folder: Path) -> _HeldBefore:
 
 
 def shares(sizes: dict[str, int], total: int) -> dict[str, int]:
-    """`total` divided in proportion to `sizes`; one for each of at least two, as far as `total` goes."""
+    """`total` divided in proportion to `sizes`; each size of at least two gets one, as long as `total` suffices."""
     whole = max(1, sum(sizes.values()))
     total = min(total, whole)
     result = {name: total * size // whole for name, size in sizes.items()}
@@ -111,7 +113,7 @@ def shares(sizes: dict[str, int], total: int) -> dict[str, int]:
 
 
 class _Mix:
-    """All sources in one unsorted file, with as little in memory as ordering and holding out need."""
+    """All sources in one unsorted file; only what ordering and holding out need is in memory."""
 
     def __init__(self, config: Config, unsorted: Path):
         self.config = config
@@ -120,7 +122,7 @@ class _Mix:
         self._file = open(unsorted, "w+b")  # noqa: SIM115 - closed by close()
         self._offsets, self._keys, self._turns = array("Q"), array("Q"), array("L")
         self._conv_ids: list[bytes] = []
-        self._owners: dict[bytes, str] = {}  # of a conversation in several sources the first by name
+        self._owners: dict[bytes, str] = {}  # conversation -> the first of its sources by name
         self._seen: set[bytes] = set()
         self._kept: dict[str, Counter] = {}
         self._read_by: dict[str, Counter] = {}
@@ -131,7 +133,7 @@ class _Mix:
         self._path.unlink(missing_ok=True)
 
     def read(self) -> None:
-        """Raises ConfigError when a source holds nothing, or too much that cannot be used."""
+        """Raises ConfigError when a source is empty or too many of its conversations are unusable."""
         for source in self.config.prompts:
             counts = self._kept.setdefault(source.name, Counter())
             bad: list[dict] = []
@@ -179,7 +181,7 @@ class _Mix:
         self.rejections.append(prompts.rejection(row_id, source, reason, detail, at="prompts"))
 
     def write(self, part: Path, held_out_path: Path, before: _HeldBefore) -> dict[str, int]:
-        """The requests in their final order to `part`, the held-out conversations to `held_out_path`.
+        """Write the requests in their final order to `part` and the held-out conversations to `held_out_path`.
 
         Returns the number of held-out conversations by source.
         """
@@ -217,9 +219,9 @@ class _Mix:
         return f"; {len(broken)} are rejected, the first: {broken[0]['detail']}" if broken else ""
 
     def _held_out(self, before: _HeldBefore) -> dict[str, dict | None]:
-        """Ids of the conversations to hold out, with their record when it is known already.
+        """Ids of the conversations to hold out, with their records if known already.
 
-        Every source gives its share, those held out before first.
+        Each source gives its share, first the conversations that were held out before.
         """
         acceptance, seed = self.config.acceptance, self.config.run.seed
         if acceptance.prompts:
@@ -260,7 +262,7 @@ class _Mix:
         }
 
     def read_as(self) -> dict[str, str]:
-        """For each source, in words: its files and their form, the columns read, and the first question."""
+        """A sentence for each source: its files and their form, the columns read, and the first question."""
         result = {}
         for source in self.config.prompts:
             ways = self._read_by[source.name].most_common()
@@ -269,7 +271,7 @@ class _Mix:
                 f"{' + '.join(by)}, turns: {turns}" + f" ({count:,})" * several
                 for (by, turns), count in ways[:READ_SHOWN]
             ]
-            more = f" and {len(ways) - READ_SHOWN} other ways" if len(ways) > READ_SHOWN else ""
+            more = f" and in {len(ways) - READ_SHOWN} other ways" if len(ways) > READ_SHOWN else ""
             result[source.name] = (
                 f"{sources.source_text(source)}, read by {'; '.join(shown)}{more}; "
                 f"the first: {self._first[source.name]}"
@@ -278,13 +280,13 @@ class _Mix:
 
 
 def _refuse_bad_share(source: Source, bad: list[dict], conversations_read: int) -> None:
-    """Raises ConfigError when more of a source's conversations cannot be used than its `max_bad_share`."""
+    """Raises ConfigError when a larger share of a source's conversations is unusable than its `max_bad_share`."""
     if len(bad) < conversations_read and len(bad) <= max(BAD_ALLOWED, source.max_bad_share * conversations_read):
         return
     first, remedy = bad[0]["detail"], "correct the source, or name its unusual columns with the source's `columns`"
     if len(bad) == conversations_read:
         raise ConfigError(
-            f"prompts {source.name}: no conversation can be used; {len(bad)} are rejected, the first: {first}; "
+            f"prompts {source.name}: no conversation can be used; all {len(bad)} are rejected, the first: {first}; "
             f"{remedy}; {conversations.WANTED}"
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(r["reason"] for r in bad).most_common())
@@ -297,7 +299,7 @@ def _refuse_bad_share(source: Source, bad: list[dict], conversations_read: int) 
 
 def unusable_prompt(source: Source, place: str, error: RowError) -> ConfigError:
     why = str(error)[: prompts.DETAIL]
-    return ConfigError(f"acceptance.prompts {source.name}: {place} is no prompt: {why}; {conversations.WANTED}")
+    return ConfigError(f"acceptance.prompts {source.name}: {place} is not a prompt: {why}; {conversations.WANTED}")
 
 
 def _as_prompt(record: dict) -> dict:

@@ -1,4 +1,4 @@
-"""Conversations -> requests with content ids, and the file that holds a run's requests."""
+"""Requests with content ids, made from conversations, and the file that holds a run's requests."""
 
 import json
 import mmap
@@ -49,10 +49,10 @@ class Meta(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One row to be: messages to answer (`regenerate`), or a conversation to keep (`replay_last`, `replay_all`).
+    """A row to make: messages to answer (`regenerate`), or a conversation to keep (`replay_last`, `replay_all`).
 
-    `turn` counts user turns from 0. `parent` is the row whose answer this request's last OWN_ANSWER stands for.
-    `place` is the file and line of the conversation, for messages.
+    `turn` counts user turns from 0. `parent` is the row whose answer replaces this request's last OWN_ANSWER.
+    `place` is the conversation's file and line, for messages.
     """
 
     row_id: str
@@ -70,7 +70,7 @@ class Request:
 
 
 def parse_conversation(record: Any, source: Source) -> Conversation:
-    """The conversation in a source's record, with the source's `turns`, else its schema's. Raises RowError."""
+    """The conversation in a source's record; `turns` is the source's, or else its form's. Raises RowError."""
     by_default = None if source.turns is None else source.turns == "first"
     first_only = by_default if source.mode == "regenerate" else False
     found = read_conversation(record, source.columns, first_only)
@@ -78,12 +78,12 @@ def parse_conversation(record: Any, source: Source) -> Conversation:
 
 
 def requests_of(record: Any, source: Source, template_kwargs: dict) -> list[Request]:
-    """The requests one conversation gives under its source's `turns` and `mode`. Raises RowError."""
+    """The requests made from a record under its source's `turns` and `mode`. Raises RowError."""
     return requests(parse_conversation(record, source), source, template_kwargs)
 
 
 def requests(conversation: Conversation, source: Source, template_kwargs: dict, place: str = "") -> list[Request]:
-    """As `requests_of`, of a conversation that was read; `place` is where it was found. Raises RowError."""
+    """The requests made from a parsed conversation; `place` is its file and line. Raises RowError."""
     messages, tools, turns, _ = conversation
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if source.mode == "replay":
@@ -92,7 +92,7 @@ def requests(conversation: Conversation, source: Source, template_kwargs: dict, 
         made = [("regenerate", 0, messages[: users[0] + 1])]
     elif turns == "last" and OWN_ANSWER in messages:
         raise bad_conversation(
-            "turns: last needs the answers before the last turn, and there are none: use turns: all or first"
+            "turns: last needs the answers before the last turn, which are missing: use turns: all or first"
         )
     elif turns == "last":
         made = [("regenerate", len(users) - 1, messages[: users[-1] + 1])]
@@ -127,12 +127,12 @@ def read_rejections(folder: Path) -> list[dict]:
 
 
 def unusable_conversations(rejections: list[dict]) -> list[dict]:
-    """Those of conversations that cannot be used as they are, which the user can correct."""
+    """Rejections of unusable conversations, which the user can correct."""
     return [r for r in rejections if r["at"] == "prompts" and r["reason"] in ("bad_conversation", "no_user_turn")]
 
 
 def forget_rejections(folder: Path, reasons: frozenset[str]) -> None:
-    """Give rows another chance whose replies were rejected for one of `reasons`."""
+    """Drop the rejections of replies for one of `reasons`, so that these rows are tried again."""
     before = read_rejections(folder)
     kept = [r for r in before if r["at"] == "prompts" or r["reason"] not in reasons]
     if len(kept) < len(before):
@@ -149,24 +149,24 @@ def json_line(record: dict) -> bytes:
 
 
 def count_text(entry: dict) -> str:
-    """What became of a source's conversations, in words."""
+    """How many conversations of a source were drawn and rejected, for a message."""
     counts = {"conversations": entry["conversations"], **entry["rejected"]}
     return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 def rejection(row_id: str, source: str, reason: str, detail: str, at: str) -> dict:
-    """A line of rejected.jsonl; `at` says whether the prompt or its reply was at fault."""
+    """A line of rejected.jsonl; `at` is "prompts" or "reply"."""
     return {"row_id": row_id, "source": source, "reason": reason, "detail": detail[:DETAIL], "at": at}
 
 
-# A request's line begins with these two; a million lines are not parsed for them.
+# Every request's line begins with these two fields, so that a million lines need not be parsed.
 ROW_ID = slice(len('{"row_id":"'), len('{"row_id":"') + 32)
 PARENT = slice(ROW_ID.stop + len('","parent":"'), ROW_ID.stop + len('","parent":"') + 32)
 QUOTE = ord('"')
 
 
 def requested_ids(folder: Path) -> set[str] | None:
-    """Ids of the rows that the mix in `folder` asks for; others on disk belong to no run now. None: no mix there."""
+    """Ids of the rows that the mix in `folder` requests; None if there is no mix. Other rows on disk are ignored."""
     path = folder / PROMPTS
     if not path.exists():
         return None
@@ -174,8 +174,12 @@ def requested_ids(folder: Path) -> set[str] | None:
         return {line[ROW_ID].decode(errors="replace") for line in file}
 
 
+def _broken_request(path: Path | str, index: int) -> ContractError:
+    return ContractError(f"{path}: line {index + 1} is not a request; remove {META}, and 01b writes both again")
+
+
 class Requests:
-    """The materialised requests, in order, by index; in memory are offsets and ids alone."""
+    """The mix's requests in order, by index; only offsets and ids are in memory."""
 
     def __init__(self, path: Path, limit: int | None = None):
         self.offsets = array("Q")
@@ -191,8 +195,7 @@ class Requests:
                 parent = bytes.fromhex(line[PARENT].decode()) if line[PARENT.start - 1] == QUOTE else None
                 identity = bytes.fromhex(line[ROW_ID].decode())
             except (ValueError, IndexError):
-                where = f"{path}: line {len(self.ids) + 1} is no request"
-                raise ContractError(f"{where}; remove {META}, and 01b makes both anew") from None
+                raise _broken_request(path, len(self.ids)) from None
             if parent is not None:
                 self.children.setdefault(parent, []).append(len(self.ids))
                 self.parents[len(self.ids)] = parent
@@ -210,11 +213,10 @@ class Requests:
         try:
             return Request(**json.loads(self._map[start : self._map.find(b"\n", start)]))
         except (ValueError, TypeError, RecursionError):
-            where = f"{self._file.name}: line {index + 1} is no request"
-            raise ContractError(f"{where}; remove {META}, and 01b makes both anew") from None
+            raise _broken_request(self._file.name, index) from None
 
     def line(self, index: int, place: dict[bytes, int]) -> list[bytes]:
-        """Ids of the rows whose answers the history needs, first turn first; `place` maps ids to indices."""
+        """Ids of the rows whose answers form the history, first turn first; `place` maps ids to indices."""
         result: list[bytes] = []
         while (parent := self.parents.get(index)) is not None:
             result.append(parent)

@@ -1,6 +1,6 @@
-"""A file of records, read one by one in bounded memory: JSON Lines, a JSON array or Parquet, packed or not.
+"""Files of records, read one by one in bounded memory: JSON Lines, a JSON array or Parquet, compressed or not.
 
-The form is found in the file's first bytes, so its name does not matter.
+The form is recognised by the file's first bytes, so its name does not matter.
 """
 
 import bz2
@@ -19,7 +19,7 @@ from drafter import user_files
 from drafter.errors import ConfigError, StageError
 from drafter.generate.conversations import BrokenLine
 
-LINE_BYTES = 64 * 2**20  # of one record; a longer one is no conversation
+LINE_BYTES = 64 * 2**20  # a longer record is not a conversation
 CHUNK = 2**16  # characters read at once from an array
 BATCH = 1024  # records
 SPACE = re.compile(r"[ \t\r\n]*")
@@ -29,14 +29,14 @@ OTHERS = {b"PK\x03\x04": "a zip archive: unpack it", b"\x89HDF": "an HDF5 file",
 
 class Opened(NamedTuple):
     kind: str  # "JSON Lines", "a JSON array", "Parquet"
-    form: str  # the same with packing and encoding, for people
+    form: str  # the same with compression and encoding, for messages
     stream: Any  # bytes in UTF-8, or text of another encoding
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Records with their places in the file; a line that is not JSON comes as a BrokenLine.
+    """Records with their places in the file; a line that is not JSON is a BrokenLine.
 
-    Raises ConfigError for a file that cannot be read at all, or not beyond some place.
+    Raises ConfigError for a file that cannot be read, or only up to some place.
     """
     with _opened(path) as opened:
         reader = {"Parquet": _read_parquet, "a JSON array": read_array, "JSON Lines": read_lines}[opened.kind]
@@ -44,13 +44,13 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def file_form(path: Path) -> str:
-    """How the file is written. Raises ConfigError."""
+    """The file's form, for messages. Raises ConfigError."""
     with _opened(path) as opened:
         return opened.form
 
 
 def count_records(path: Path) -> int:
-    """Records in the file, whatever is wrong with them. Raises ConfigError."""
+    """Number of records in the file, broken ones included. Raises ConfigError."""
     with _opened(path) as opened:
         if opened.kind == "Parquet":
             import pyarrow.parquet
@@ -63,15 +63,22 @@ def count_records(path: Path) -> int:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Opened]:
-    """A damaged file ends in one line, whatever error its library has for it."""
+    with one_line_errors(path), contextlib.ExitStack() as held:
+        file = held.enter_context(_open(path))
+        yield _look(path, file, held)
+
+
+@contextlib.contextmanager
+def one_line_errors(path: Path) -> Iterator[None]:
+    """Turn any error of a library that reads `path` into a ConfigError of one line."""
     try:
-        with contextlib.ExitStack() as held:
-            file = held.enter_context(_open(path))
-            yield _look(path, file, held)
+        yield
     except StageError:
         raise
     except Exception as error:
-        raise ConfigError(f"prompts: {path} cannot be read ({one_line(error)})") from None
+        reason = " ".join(str(error).split())[:200]
+        kind = type(error).__name__
+        raise ConfigError(f"prompts: {path} cannot be read ({f'{kind}: {reason}' if reason else kind})") from None
 
 
 def _open(path: Path) -> BinaryIO:
@@ -87,7 +94,7 @@ def _look(path: Path, file: BinaryIO, held: contextlib.ExitStack) -> Opened:
         return Opened("Parquet", "Parquet", file)
     for magic, what in OTHERS.items():
         if head.startswith(magic):
-            raise ConfigError(f"prompts: {path} is {what}; wanted is JSON Lines, a JSON array or Parquet")
+            raise ConfigError(f"prompts: {path} is {what}; use JSON Lines, a JSON array or Parquet")
     stream, packing = _unpacked(file, head, held)
     head = _head(stream)
     encoding = json.detect_encoding(head)
@@ -122,7 +129,7 @@ def _unpacked(file: BinaryIO, head: bytes, held: contextlib.ExitStack) -> tuple[
 
 
 def _lines(stream: Any) -> Iterator[tuple[int, Any]]:
-    """Numbered lines, by line feed only (U+2028 is text); None for one beyond LINE_BYTES."""
+    """Numbered lines, split at line feeds only (U+2028 is text); None for a line beyond LINE_BYTES."""
     number = 0
     while line := stream.readline(LINE_BYTES):
         number += 1
@@ -137,7 +144,7 @@ def read_lines(path: Path, stream: Any) -> Iterator[tuple[str, Any]]:
         if line is None:
             yield f"{path} line {number}", broken_line("", f"not JSON: longer than {LINE_BYTES // 2**20} MiB")
         elif line.strip():
-            yield f"{path} line {number}", _parsed(line.rstrip())  # else a cut is reported on the next line
+            yield f"{path} line {number}", _parsed(line.rstrip())  # else an error at its end names the next line
 
 
 def _parsed(line: bytes | str) -> Any:
@@ -156,7 +163,7 @@ def broken_line(line: bytes | str, why: str) -> BrokenLine:
 
 
 def read_array(path: Path, stream: Any) -> Iterator[tuple[str, Any]]:
-    """The items of one JSON array, parsed as they come. Raises ConfigError where it is broken."""
+    """The items of one JSON array, parsed one by one. Raises ConfigError where it is broken."""
     text = stream if isinstance(stream, io.TextIOBase) else io.TextIOWrapper(stream, "utf-8", newline="\n")
     array = _Array(path, text)
     array.expect("[")
@@ -171,7 +178,7 @@ def read_array(path: Path, stream: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Array:
-    """The text of an array with a place in it; in memory are one item and the chunk it ends in."""
+    """An array's text and the current place in it; only one item and the chunk where it ends are in memory."""
 
     def __init__(self, path: Path, text: io.TextIOBase):
         self.path, self.items, self.line = path, 0, 1
@@ -197,13 +204,13 @@ class _Array:
     def end(self) -> None:
         self.skip_space()
         if self._place < len(self._buffer):
-            raise self._broken(self.line, "something follows the array's end; one record a line, or one array")
+            raise self._broken(self.line, "text follows the array's end")
 
     def item(self) -> Any:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._place)
-                if end < len(self._buffer) or not self._more():  # a number could go on
+                if end < len(self._buffer) or not self._more():  # a number might continue in the next chunk
                     break
             except json.JSONDecodeError as error:
                 if len(self._buffer) - self._place > LINE_BYTES:
@@ -222,8 +229,10 @@ class _Array:
         self._place += count
 
     def _more(self) -> bool:
-        """Whether there was more; what is behind the place is dropped. Reads as much again, so that parsing an
-        item again from its start costs no more than reading it."""
+        """Read on and drop the text before the current place; False at the end of the file.
+
+        The buffer doubles each time, so that parsing a long item again and again stays linear.
+        """
         self._buffer, self._place = self._buffer[self._place :], 0
         chunk = "" if self._ended else self._text.read(max(CHUNK, len(self._buffer)))
         self._buffer, self._ended = self._buffer + chunk, not chunk
@@ -237,7 +246,7 @@ class _Array:
 
 
 def _read_parquet(path: Path, stream: Any) -> Iterator[tuple[str, Any]]:
-    import pyarrow.parquet  # 0.3 s, only for those who need it
+    import pyarrow.parquet  # takes 0.3 s
 
     table = pyarrow.parquet.ParquetFile(stream)
     records = (record for batch in table.iter_batches(batch_size=BATCH) for record in batch.to_pylist())
@@ -246,7 +255,7 @@ def _read_parquet(path: Path, stream: Any) -> Iterator[tuple[str, Any]]:
 
 
 def without_nulls(record: dict) -> dict:
-    """A record of columns without the nulls that its nested objects have for keys of other records."""
+    """The record without the nulls that Parquet adds to nested objects for keys that only other records have."""
     return {key: _without_nulls(value) for key, value in record.items()}
 
 
@@ -256,9 +265,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(inner) for inner in value]
     return value
-
-
-def one_line(error: Exception) -> str:
-    """What a library says of a file, as one line of at most 200 characters."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Rows from conversations kept as they are: token ids and spans from the server's own chat template."""
+"""Rows from existing conversations (mode replay): the server's chat template gives token ids and spans."""
 
 import json
 from functools import cache
@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 120.0
 
 
 async def tokenize(client: Client, target: Target, **what: Any) -> list[int]:
-    """The server's token ids of `prompt=`, or of `messages=` under the target's template. Raises RowError."""
+    """The server's token ids for `prompt=`, or for `messages=` with the target's template. Raises RowError."""
     body = {"model": target.served_name, **{key: value for key, value in what.items() if value is not None}}
     if "messages" in what and target.chat_template_kwargs:
         body["chat_template_kwargs"] = target.chat_template_kwargs
@@ -24,16 +24,16 @@ async def tokenize(client: Client, target: Target, **what: Any) -> list[int]:
     try:
         return [int(token) for token in reply["tokens"]]
     except (KeyError, TypeError, ValueError):
-        raise RowError("bad_reply", "/tokenize gave no tokens") from None
+        raise RowError("bad_reply", "the reply of /tokenize has no list of tokens") from None
 
 
 async def build_row(client: Client, request: Request, config: Config) -> Row:
-    """The conversation's ids with its answers supervised: the last one, or all of them (`replay_all`).
+    """The conversation as a row with its last answer supervised, or with all answers (`replay_all`).
 
-    An answer is what follows the generation prompt, up to the token that stops the model; a template adds bytes
-    after that one (ChatML a line break) that the model never writes. A `</think>` that the template writes itself
-    is not supervised. Raises RowError (`prompt_mismatch`) when the template shows an earlier turn differently once
-    later ones follow, for then no span is what the model would have seen.
+    An answer begins after the generation prompt and ends with the token that stops the model; what a template adds
+    after it (ChatML: a line break) the model never writes. A `</think>` that the template writes is not supervised.
+    Raises RowError (`prompt_mismatch`) when the template renders an earlier turn differently once later turns follow:
+    then the row would not show what the model saw.
     """
     target, messages = config.target, request.messages
 
@@ -50,7 +50,7 @@ async def build_row(client: Client, request: Request, config: Config) -> Row:
         before = await ids_of(i, True)
         after = everything if i == len(messages) - 1 else await ids_of(i + 1, False)
         if everything[: len(before)] != before or everything[: len(after)] != after:
-            raise RowError("prompt_mismatch", f"the template rewrites turn {i} when others follow")
+            raise RowError("prompt_mismatch", f"the template changes turn {i} when later turns follow")
         if suffix and before[-len(suffix) :] != suffix:
             raise RowError("prompt_mismatch", f"the prompt ends with {before[-len(suffix) :]}, not with {suffix}")
         start, end = len(before), len(after)
@@ -83,9 +83,9 @@ async def build_row(client: Client, request: Request, config: Config) -> Row:
 
 @cache
 def stop_ids(model: Path) -> frozenset[int]:
-    """Token ids that end an answer: from generation_config.json, config.json and the tokenizer's eos_token.
+    """Token ids that end an answer, from generation_config.json, config.json and the tokenizer's eos_token.
 
-    Raises ConfigError for a file that is broken.
+    Raises ConfigError for a broken file.
     """
     found: set[int] = set()
     settings = {name: _settings(model / name) for name in ("generation_config.json", "config.json")}
@@ -107,5 +107,5 @@ def _settings(path: Path) -> dict:
     except (ValueError, RecursionError):
         raise ConfigError(f"{path} is not JSON") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds no settings")
+        raise ConfigError(f"{path} is not a JSON object")
     return settings

@@ -1,4 +1,4 @@
-"""What a reply becomes: a row, checked against everything the server claims, and the shards it lands in."""
+"""Rows of stage 01b: made from a reply and checked, stored in shards, read back, summarised."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import contracts, files
+from drafter import contracts, files, text
 from drafter.config import Target
 from drafter.contracts import Row
 from drafter.errors import ContractError, RowError
@@ -15,21 +15,21 @@ from drafter.generate import prompts, replay
 from drafter.generate.prompts import Request, Requests
 
 JOURNAL = "journal.jsonl"  # the open shard
-MISPARSED = {  # flag of a row -> what its reply is
+MISPARSED = {  # flag of a row -> its fault, for a message
     "all_in_content": "have their reasoning in `content`, though their </think> shows where it ends",
     "all_in_reasoning": "have their answer in `reasoning`",
 }
-TEXT_TOKENS = 4  # ordinary tokens that must have left some text
-OPENING = re.compile(rb'{"row_id":"([0-9a-f]{32})"')  # of a row's line
+TEXT_TOKENS = 4  # so many ordinary tokens always give some text
+OPENING = re.compile(rb'{"row_id":"([0-9a-f]{32})"')  # start of a row's line
 
 
 def thinks(target: Target) -> bool:
-    """Whether the target writes reasoning: it has a `</think>` that the prompt does not close already."""
+    """Whether the target writes reasoning: it has a `</think>` token, and the prompt does not end with it."""
     return target.think_end is not None and target.prompt_suffix[-1:] != (target.think_end,)
 
 
 def read_reply(reply: dict, request: Request, sampling: dict, target: Target) -> Row:
-    """A row from a chat reply, every claim of the server checked. Raises RowError."""
+    """Make a row from a chat reply after checking all its fields. Raises RowError."""
     try:
         choice = reply["choices"][0]
         message, finish_reason = choice["message"], choice["finish_reason"]
@@ -41,7 +41,7 @@ def read_reply(reply: dict, request: Request, sampling: dict, target: Target) ->
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RowError("bad_reply", f"no {error}") from None
     if not all(isinstance(text, str | None) for text in (reasoning, content)):
-        raise RowError("bad_reply", "reasoning or content that is not text")
+        raise RowError("bad_reply", "reasoning or content is not text")
     for name, ids in (("prompt_token_ids", prompt_ids), ("token_ids", completion_ids)):
         if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
             raise RowError("bad_reply", f"{name} is not a list of token ids")
@@ -94,7 +94,7 @@ def _check_ids(prompt_ids: list[int], completion_ids: list[int], target: Target)
 
 
 def _check_end(choice: dict, ids: list[int], max_tokens: int | None, target: Target) -> None:
-    """How the completion ended must show in its ids."""
+    """Compare how the completion ended with its ids. Raises RowError."""
     if max_tokens is not None and len(ids) > max_tokens:
         raise RowError("token_count_mismatch", f"{len(ids)} tokens, asked for at most {max_tokens}")
     stops = replay.stop_ids(target.model)
@@ -104,11 +104,11 @@ def _check_end(choice: dict, ids: list[int], max_tokens: int | None, target: Tar
 
 
 def _misparsed(ids: list[int], reasoning: str | None, content: str | None, target: Target) -> list[str]:
-    """The flag of a reply whose text is all on one side of `</think>`, while its ids are on both."""
+    """The flag of a reply with all text on one side of `</think>` although its ids are on both sides."""
     if target.think_end in ids:
         place = ids.index(target.think_end)
         thought, said = ids[:place], ids[place + 1 :]
-    else:  # where reasoning ends is not known of a reply that thinks
+    else:  # a reply of a reasoning model without `</think>`: unknown where its reasoning ends
         thought, said = [], [] if thinks(target) else ids
     silent = replay.stop_ids(target.model) | set(target.special_tokens.values())
     reasoned, answered = (bool((text or "").strip()) for text in (reasoning, content))
@@ -120,19 +120,19 @@ def _misparsed(ids: list[int], reasoning: str | None, content: str | None, targe
 
 
 def check_row(row: Row, target: Target) -> None:
-    """What a row says of itself must agree with its counts and with the target's `</think>`. Raises RowError."""
+    """Raises RowError unless the row's fields agree with each other and with the target's `</think>`."""
     ids = row.input_ids
     if problem := row.contradiction():
         raise RowError("token_count_mismatch", problem)
     if row.think_end is not None and ids[row.think_end] != target.think_end:
-        raise RowError("bad_reply", f"think_end is at token {ids[row.think_end]}, not at {target.think_end}")
+        raise RowError("bad_reply", f"the token at think_end is {ids[row.think_end]}, not {target.think_end}")
     written = ids[row.usage["prompt_tokens"] :] if row.finish_reason != "replay" else []
     if row.think_end is None and target.think_end in written:
-        raise RowError("bad_reply", "</think> is among the tokens, think_end is null")
+        raise RowError("bad_reply", "the tokens contain </think>, but think_end is null")
 
 
 def find_think_end(prompt_ids: list[int], completion_ids: list[int], think_end: int | None) -> int | None:
-    """Position of `</think>`: the completion's first, or the prompt's last token when that closes the thinking."""
+    """Position of `</think>`: the first in the completion, or the prompt's last token."""
     if think_end is None:
         return None
     if think_end in completion_ids:
@@ -141,10 +141,10 @@ def find_think_end(prompt_ids: list[int], completion_ids: list[int], think_end: 
 
 
 def check_positions(row: Row, target: Target) -> None:
-    """Raises ContractError when the target's own token ids are not where the row's positions say they are."""
+    """Raises ContractError when prompt suffix or `</think>` are not where the row's positions say."""
     ids, suffix, replayed = row.input_ids, list(target.prompt_suffix), row.finish_reason == "replay"
     for start, _ in row.supervised:
-        # Behind a `</think>` that the template writes itself, a replayed answer begins one token later.
+        # If the template writes `</think>` itself, a replayed answer begins one token later.
         prompts_before = [ids[:end] for end in ((start, start - 1) if replayed else (start,))]
         if suffix and all(before[-len(suffix) :] != suffix for before in prompts_before):
             raise ContractError(f"row {row.row_id}: no target.prompt_suffix {suffix} before the answer at {start}")
@@ -155,8 +155,7 @@ def check_positions(row: Row, target: Target) -> None:
 
 
 def _texts(message: dict) -> tuple[str | None, str | None]:
-    """Reasoning and content in one form, whether the server calls it `reasoning`, `reasoning_content` or
-    leaves it in the content."""
+    """Reasoning and content, whether the server sends `reasoning`, `reasoning_content` or all in `content`."""
     reasoning, content = message.get("reasoning"), message.get("content")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
@@ -167,7 +166,7 @@ def _texts(message: dict) -> tuple[str | None, str | None]:
 
 
 def may_continue(row: Row) -> bool:
-    """Whether the answer can stand in the history of a next turn."""
+    """Whether the answer can be part of the history of a next turn."""
     spoilt = {"special_in_text", "no_think_end", *MISPARSED} & set(row.flags)
     return row.finish_reason == "stop" and row.content is not None and not spoilt
 
@@ -176,7 +175,7 @@ def may_continue(row: Row) -> bool:
 
 
 class Store:
-    """Shards of finished rows and the journal that becomes the next one; `keep_whole_rows` comes first."""
+    """Shards of finished rows, and the journal that becomes the next shard. Call `keep_whole_rows` first."""
 
     def __init__(self, folder: Path, rows_per_shard: int):
         self.folder = folder
@@ -195,7 +194,7 @@ class Store:
             self.publish()
 
     def publish(self) -> None:
-        """Make the journal's rows a shard."""
+        """Rename the journal to the next shard."""
         self._journal.close()
         if self._in_journal:
             taken = [int(path.stem.removeprefix("shard-")) for path in shards(self.folder)]
@@ -208,7 +207,7 @@ class Store:
 
 
 def publish_journal(folder: Path) -> None:
-    """Make what the journal holds the last shard; no journal is left."""
+    """Turn the journal into the last shard and remove the empty journal."""
     store = Store(folder, rows_per_shard=0)
     store.publish()
     store.close()
@@ -216,7 +215,7 @@ def publish_journal(folder: Path) -> None:
 
 
 def keep_whole_rows(path: Path) -> None:
-    """Cut the journal before its first line that is no row: what a crash of the machine leaves may be zeros."""
+    """Cut the journal before its first line that is not a row: after a crash of the machine it may end in zeros."""
     if not path.exists():
         return
     good = sum(len(line) for line, _ in _whole_rows(path))
@@ -225,7 +224,7 @@ def keep_whole_rows(path: Path) -> None:
 
 
 def _whole_rows(path: Path) -> Iterator[tuple[bytes, Row]]:
-    """The journal's lines and rows, up to its first line that is no row."""
+    """The journal's lines and rows, up to the first line that is not a row."""
     with open(path, "rb") as file:
         for line in file:
             try:
@@ -247,9 +246,9 @@ def row_files(folder: Path) -> list[Path]:
 
 
 def read_rows(folder: Path, limit: int | None = None) -> Iterator[Row]:
-    """Every row on disk that is still asked for (by the first `limit` requests), in no particular order.
+    """Rows on disk that belong to the first `limit` requests, in no particular order.
 
-    Raises ContractError on a broken one.
+    Raises ContractError on a broken row.
     """
     asked = set(Requests(folder / prompts.PROMPTS, limit).ids)
     for path in row_files(folder):
@@ -259,7 +258,7 @@ def read_rows(folder: Path, limit: int | None = None) -> Iterator[Row]:
 
 
 def read_answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
-    """The content of the wanted rows; None for one that no next turn can be built on."""
+    """The content of the wanted rows; None for a row that cannot be continued."""
     found = {}
     for path in row_files(folder) if wanted else []:
         for _, row in contracts.read_rows(path, path.name == JOURNAL):
@@ -269,7 +268,7 @@ def read_answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
 
 
 def done_ids(folder: Path) -> set[bytes]:
-    """Ids of all whole rows on disk. A row begins with its id, so no shard is parsed."""
+    """Ids of all complete rows on disk. A line begins with its row's id, so shards need no parsing."""
     found = set()
     for path in shards(folder):
         with open(path, "rb") as file:
@@ -281,7 +280,7 @@ def done_ids(folder: Path) -> set[bytes]:
 
 
 def summarise_rows(made: Iterator[Row]) -> dict:
-    """Token counts of rows, in all and by source: lengths, share of reasoning, share truncated."""
+    """Token counts of rows, in total and by source: lengths, share of reasoning, share truncated."""
     lengths: dict[str, list[int]] = defaultdict(list)
     reasoning, truncated = Counter[str](), Counter[str]()
     for row in made:
@@ -313,11 +312,5 @@ def _describe(lengths: list[int], reasoning: int, truncated: int) -> dict:
 
 
 def summary_table(summary: dict) -> str:
-    """The summary as a table."""
-    columns = list(summary["all"])
-    lines = [("source", *columns)]
-    lines += [
-        (name, *map(str, entry.values())) for name, entry in [*summary["by_source"].items(), ("all", summary["all"])]
-    ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    rows = [*summary["by_source"].items(), ("all", summary["all"])]
+    return text.table([("source", *summary["all"]), *((name, *map(str, entry.values())) for name, entry in rows)])

@@ -1,6 +1,5 @@
-"""Prompt sources: files, folders and hub data sets, read record by record, some of them drawn by content."""
+"""Prompt sources: files, folders and hub data sets, read record by record; `count` draws some of them by content."""
 
-import contextlib
 import hashlib
 import re
 from array import array
@@ -12,10 +11,10 @@ from typing import Any
 
 from drafter import contracts
 from drafter.config import Source
-from drafter.errors import ConfigError, ResumableError, StageError
+from drafter.errors import ConfigError, ResumableError
 from drafter.generate import record_files
 
-Placed = tuple[str, Any]  # file and line of a record, for messages, and the record
+Placed = tuple[str, Any]  # a record's file and line, for messages, and the record
 
 SUFFIXES = re.compile(r"\.(jsonl|ndjson|json|parquet)(\.(gz|bz2|xz|zst))?$")
 NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -25,9 +24,9 @@ BATCH = 1024  # records
 
 
 def read_source(source: Source) -> Iterator[Placed]:
-    """The source's records; a line that is not JSON comes as a BrokenLine, to be rejected by name.
+    """The source's records; a line that is not JSON is a BrokenLine, which the caller rejects.
 
-    Raises ConfigError for what is not there or cannot be read, ResumableError when the hub does not answer.
+    Raises ConfigError for a source that is missing or cannot be read, ResumableError when the hub does not answer.
     """
     if source.hub:
         return _read_hub(source)
@@ -43,10 +42,10 @@ def _there(source: Source) -> Path:
 
 
 def files_of(source: Source) -> list[Path]:
-    """A local source's files: the file itself, or of a folder the data files of `source.split`.
+    """A local source's files: the file itself, or a folder's data files of `source.split`.
 
-    Files are of a split where the hub's names say so: `train-00000-of-00002.parquet`, `train.jsonl`, `train/a.jsonl`.
-    Where none is, all are read.
+    Files belong to a split if they are named as on the hub: `train-00000-of-00002.parquet`, `train.jsonl`,
+    `train/a.jsonl`. If none does, all are read. Raises ConfigError.
     """
     path = _there(source)
     found: dict[str | None, list[Path]] = {}
@@ -57,8 +56,8 @@ def files_of(source: Source) -> list[Path]:
         return found.get(wanted, found.get(None, []))
     splits = ", ".join(sorted(split or "no split" for split in found))
     raise ConfigError(
-        f"prompts {source.name}: {path} has no file of split {source.split}, but of {splits}; set the source's "
-        "`split`, or `path` to one file"
+        f"prompts {source.name}: {path} has no file of split {source.split}, only of {splits}; set the source's "
+        "`split`, or set `path` to one file"
     )
 
 
@@ -76,7 +75,7 @@ def _data_files(path: Path) -> list[Path]:
 
 
 def _split_of(path: Path) -> str | None:
-    """`path` is below the source's folder; empty for the source's only file."""
+    """The split that a file's name tells. `path` is relative to the source; empty if the source is a file."""
     if shard := SHARD.match(path.name):
         return SPLITS.get(shard[1], shard[1])
     words = [path.name.partition(".")[0], *reversed(path.parts[:-1])]
@@ -84,7 +83,7 @@ def _split_of(path: Path) -> str | None:
 
 
 def source_text(source: Source) -> str:
-    """Where a source's records are and in which form. Raises ConfigError."""
+    """A source's place and form, for messages. Raises ConfigError."""
     if source.hub:
         return f"{source.hub}, split {source.split}"
     if _is_saved(_there(source)):
@@ -100,7 +99,7 @@ def source_text(source: Source) -> str:
 
 
 def file_states(source: Source) -> list:
-    """Names, sizes and times of a local source's files: another state, and the source is read again."""
+    """Names, sizes and times of a local source's files; if they change, the source is read again."""
     if source.hub:
         return []
     saved = _is_saved(_there(source))
@@ -110,7 +109,7 @@ def file_states(source: Source) -> list:
 
 
 def count_records(source: Source) -> int | None:
-    """Conversations that a local source holds, whatever is wrong with them; None on the hub or where nothing is."""
+    """Number of records in a local source, unusable ones included; None for the hub or a missing path."""
     if not source.path or not source.path.exists():
         return None
     return _count(str(source.path), source.split, str(file_states(source)))
@@ -120,7 +119,7 @@ def count_records(source: Source) -> int | None:
 def _count(path: str, split: str, _state: str) -> int:
     source = Source(name="counted", path=path, split=split)
     if _is_saved(source.path):
-        with _readable(source.path):
+        with record_files.one_line_errors(source.path):
             return len(_load_saved(source))
     return sum(map(record_files.count_records, files_of(source)))
 
@@ -136,34 +135,23 @@ def _is_saved(path: Path) -> bool:
 
 
 def _load_saved(source: Source) -> Any:
-    import datasets  # 2 s, only for those who need it
+    import datasets  # takes 2 s
 
     loaded = datasets.load_from_disk(str(source.path))
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if source.split not in loaded:
         splits = ", ".join(loaded)
-        raise ConfigError(f"prompts {source.name}: {source.path} has no split {source.split}, but {splits}")
+        raise ConfigError(f"prompts {source.name}: {source.path} has no split {source.split}, only {splits}")
     return loaded[source.split]
 
 
 def _read_saved(source: Source) -> Iterator[Placed]:
-    with _readable(source.path):
+    with record_files.one_line_errors(source.path):
         loaded = _load_saved(source).with_format("arrow")
         records = (record for batch in loaded.iter(BATCH) for record in batch.to_pylist())
         for number, record in enumerate(records, 1):
             yield f"{source.path} row {number}", record_files.without_nulls(record)
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """A damaged file ends in one line, whatever error its library has for it."""
-    try:
-        yield
-    except StageError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"prompts: {path} cannot be read ({record_files.one_line(error)})") from None
 
 
 def _read_hub(source: Source) -> Iterator[Placed]:
@@ -176,10 +164,10 @@ def _read_hub(source: Source) -> Iterator[Placed]:
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
         raise ConfigError(f"prompts {source.name}: {error}") from None
     except (OSError, TimeoutError) as error:  # the hub client's network errors are OSErrors
-        copy = "without the hub, name a copy of it with the source's `path`"
+        copy = "to do without the hub, set the source's `path` to a copy"
         if datasets.config.HF_HUB_OFFLINE:
             raise ResumableError(
-                f"prompts {source.name}: {source.hub} is not on this machine yet; 01b fetches it, or {copy}"
+                f"prompts {source.name}: {source.hub} is not on this machine yet; 01b fetches it; {copy}"
             ) from None
         raise ResumableError(f"prompts {source.name}: {source.hub} cannot be read now ({error}); {copy}") from None
 
@@ -188,9 +176,9 @@ def _read_hub(source: Source) -> Iterator[Placed]:
 
 
 def draw(source: Source, seed: int) -> Iterator[Placed]:
-    """`source.count` of the records, those with the smallest hashes under `seed`; all of them when there are fewer.
+    """The `source.count` records with the smallest hashes under `seed`, or all of them.
 
-    Reads the source twice where `count` is set. Raises ConfigError when its files change meanwhile.
+    Reads the source twice if `count` is set. Raises ConfigError when its files change meanwhile.
     """
     before = file_states(source)
     yield from read_source(source) if source.count is None else _smallest(source, source.count, seed)
@@ -214,7 +202,7 @@ def _smallest(source: Source, count: int, seed: int) -> Iterator[Placed]:
 
 def _changed(source: Source) -> ConfigError:
     return ConfigError(
-        f"prompts {source.name}: {source.path or source.hub} changed while it was read; wait until it is written, "
+        f"prompts {source.name}: {source.path or source.hub} changed while it was read; wait until it is complete, "
         "then run the same command again"
     )
 

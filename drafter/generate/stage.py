@@ -1,6 +1,5 @@
-"""Stage 01b: ask the target every question and keep what it wrote, token by token."""
+"""Stage 01b: have the target answer every prompt and keep its token ids."""
 
-import json
 import os
 import tempfile
 import time
@@ -20,17 +19,17 @@ QUESTION = (
     "generate.repetition_penalty", "generate.presence_penalty", "generate.frequency_penalty", "generate.seed_rows",
 )  # fmt: skip
 
-PENDING = "pending.jsonl"  # what a deadline left undone
-BROKEN_NAMED = 5  # conversations that cannot be used; an open data set has many
+PENDING = "pending.jsonl"  # requests that a deadline left
+BROKEN_NAMED = 5  # unusable conversations that are named; an open data set has many
 
 
 def prepare(stage: Stage) -> Work:
-    """Claim the folder, materialise the mix, find what is left to do."""
+    """Claim the folder, write the prompt mix, and find the requests that are left."""
     before = read_manifest(stage.folder) or {}
     stage.begin(QUESTION)
     rows.keep_whole_rows(stage.folder / rows.JOURNAL)
     for shard in filter(files.cut_torn_tail, rows.shards(stage.folder)):
-        say("%s ended in the middle of a row, which is asked for again", shard)
+        say("%s ended in the middle of a row, which is generated again", shard)
     stage.facts |= before.get("facts", {})
     for ended in ("deadline", "requests"):
         stage.facts.pop(ended, None)
@@ -47,17 +46,17 @@ def prepare(stage: Stage) -> Work:
 
 
 def ask(stage: Stage, work: Work) -> None:
-    """Answer what is pending until the deadline; once that has passed, no server is needed."""
+    """Send the pending requests until the deadline; no server is needed if it has passed."""
     deadline = stage.args.deadline and stage.args.deadline.timestamp()
     if deadline is not None and time.time() >= deadline:
-        say("the deadline %s has passed: no request is sent", stage.args.deadline)
+        say("the deadline %s has passed: no requests are sent", stage.args.deadline)
         return
     roles.require_ready(stage.config, "generate")
     client.run_interruptible(answer(stage, work, deadline))
 
 
 async def answer(stage: Stage, work: Work, deadline: float | None) -> None:
-    """Send what is pending until `deadline`, a timestamp."""
+    """Send the pending requests until `deadline` (seconds since 1970)."""
     settings, generated = stage.config.generate, stage.config.servers.generate
     async with Client(generated, concurrency=settings.concurrency, outage_minutes=settings.outage_minutes) as calls:
         context = await chat.check_server(calls, stage.config)
@@ -69,9 +68,9 @@ async def answer(stage: Stage, work: Work, deadline: float | None) -> None:
 
 
 def conclude(stage: Stage) -> dict:
-    """Publish the last shard, count what is on disk, sum up, and judge whether the night can go on.
+    """Publish the last shard, count the rows on disk and return the summary.
 
-    Raises ContractError when there is no row at all, ResumableError when a deadline left fewer than min_rows.
+    Raises ContractError when there are no rows, ResumableError when the deadline left fewer than min_rows.
     """
     rows.publish_journal(stage.folder)
     work = Work(stage.folder, stage.folder, stage.args.limit)
@@ -84,26 +83,25 @@ def conclude(stage: Stage) -> dict:
         if done < max(least, 1):
             raise ResumableError(
                 f"at the deadline {stage.args.deadline} there were {done} rows, fewer than generate.min_rows = "
-                f"{max(least, 1)}; run it again with a later --deadline"
+                f"{max(least, 1)}; run the same command with a later --deadline"
             )
         stage.facts |= {"deadline": stage.args.deadline.timestamp(), "requests": len(work.requests)}
         return stage.finish() | {"deadline": stage.args.deadline.isoformat()}
     if not done:
-        raise ContractError(f"not one row from {stage.counts.total} prompts: {dict(stage.counts.rejected)}")
+        raise ContractError(f"no rows from {stage.counts.total} prompts; rejected: {dict(stage.counts.rejected)}")
     return stage.finish()
 
 
 def _name_pending(path: Path, work: Work) -> None:
-    with files.publish(path) as part, open(part, "w") as file:
-        for request in map(work.requests.__getitem__, work.pending):
-            file.write(json.dumps({"row_id": request.row_id, "source": request.source}) + "\n")
+    pending = map(work.requests.__getitem__, work.pending)
+    files.write_jsonl(path, ({"row_id": request.row_id, "source": request.source} for request in pending))
 
 
 def dry_run(stage: Stage) -> dict:
-    """Offline: the mix by source, what is left to do, and what is missing.
+    """Offline: the mix by source, the number of pending requests, and whatever is missing.
 
-    `refused` is what the pipeline must stop at before it starts a server, and its own checks do not know; `stale`,
-    why the manifest is to be written again although no request is left; `row_set` identifies the rows there will be.
+    `refused`: why the pipeline must stop before it starts a server. `stale`: why the manifest must be written again
+    although no request is left. `row_set` identifies the rows that there will be.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported
     findings = []
@@ -122,7 +120,7 @@ def dry_run(stage: Stage) -> dict:
         except ConfigError as error:
             findings.append(str(error))
             result["refused"], meta = str(error), None
-        except ResumableError as error:  # only the hub has it, and a dry run is offline
+        except ResumableError as error:  # the data set is only on the hub, and a dry run is offline
             result["notes"], meta = [str(error)], None
         if meta:
             result |= {"sources": meta["sources"], "read": source_lines(meta), "broken": broken_lines(mixed)}
@@ -138,30 +136,30 @@ def dry_run(stage: Stage) -> dict:
 
 
 def _stale(stage: Stage, before: dict, meta: dict, work: Work) -> str | None:
-    """Why the manifest `before` is not of what is asked for now; None where it does not record its prompts.
+    """Why the manifest `before` does not describe today's requests; None if it records no prompts.
 
-    A call with a limit counts fewer rows than there are, so only one without judges the counts.
+    Counts are compared only without --limit, since a limited call counts fewer rows than exist.
     """
     made_of = before.get("facts", {}).get("prompts_sha256")
     if made_of is None:
         return None
     if made_of != meta["sha256"]:
-        return "manifest.json is of other prompts"
+        return "manifest.json was written for other prompts"
     rows_now, counted = len(work.done), before.get("out")
     if stage.args.limit is None and before.get("status") == "complete" and counted != rows_now:
-        return f"manifest.json counts {counted} rows of {rows_now}"
+        return f"manifest.json counts {counted} rows, there are {rows_now}"
     return None
 
 
 def source_lines(meta: dict) -> list[str]:
-    """How each source was read, a line each."""
+    """One line for each source: how it was read."""
     return [f"prompts {name}: {how}" for name, how in meta["read"].items()]
 
 
 def broken_lines(mixed: Path) -> list[str]:
-    """The first few conversations that cannot be used, with source, place and reason."""
+    """Lines about the first unusable conversations: source, place and reason."""
     broken = prompts.unusable_conversations(prompts.read_rejections(mixed))
     lines = [f"prompts {record['source']}: rejected: {record['detail']}" for record in broken[:BROKEN_NAMED]]
     more = len(broken) - BROKEN_NAMED
-    lines += [f"and {more} more, in {prompts.REJECTED} once 01b runs"] if more > 0 else []
+    lines += [f"and {more} more; 01b lists them in {prompts.REJECTED}"] if more > 0 else []
     return [*lines, conversations.WANTED] if lines else []

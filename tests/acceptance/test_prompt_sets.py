@@ -85,7 +85,9 @@ def test_a_prompt_that_was_trained_on_is_an_error(tmp_path):
 
 def test_a_record_that_is_no_prompt_is_the_users_error(tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", [{"messages": []}])
-    with pytest.raises(ConfigError, match="acceptance.prompts mine: .*/mine.jsonl line 1 is no prompt: no_user_turn"):
+    with pytest.raises(
+        ConfigError, match="acceptance.prompts mine: .*/mine.jsonl line 1 is not a prompt: no_user_turn"
+    ):
         prompt_sets.read_prompt_sets(run_config(tmp_path, f"acceptance.prompts=[{{name: mine, path: {path}}}]"))
 
 

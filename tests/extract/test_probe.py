@@ -108,5 +108,5 @@ def test_neighbouring_layers_give_away_permuted_slots(tmp_path):
         if right:
             probe.check_neighbours(tmp_path / name, (2, 30, 58))
         else:
-            with pytest.raises(ContractError, match="most like those of"):
+            with pytest.raises(ContractError, match="most similar to layer"):
                 probe.check_neighbours(tmp_path / name, (2, 30, 58))

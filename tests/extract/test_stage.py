@@ -235,7 +235,7 @@ def test_a_reply_without_log_probabilities_is_refused(run, engine, capsys, monke
 
     monkeypatch.setattr(engine, "_compute", without)
     code, summary = run.extract(capsys, engine.port)
-    assert code == 2 and "lacks the log-probabilities" in summary["error"]
+    assert code == 2 and "has no log-probabilities" in summary["error"]
     assert not [name for name in run.files() if name.endswith(".safetensors")]
 
 

@@ -108,7 +108,7 @@ def test_a_file_of_another_target_is_refused_by_its_header(tmp_path):
     question = ROW, ids, LAYERS, HIDDEN, "bf16"
     states.check_header(states.read_header(tmp_path / "a"), *question, "0" * 16)
     states.check_header(states.read_header(tmp_path / "b"), *question, "0" * 16)
-    with pytest.raises(RowError, match="target is 0000000000000000, asked for 1"):
+    with pytest.raises(RowError, match="target is 0000000000000000, expected 1"):
         states.check_header(states.read_header(tmp_path / "a"), *question, "1" * 16)
 
 
@@ -144,8 +144,8 @@ def test_a_swapped_file_a_recast_one_and_other_layers_are_refused(tmp_path):
     header = states.read_header(tmp_path / "a")
     for question, named in [
         (("f" * 32, ids, LAYERS, HIDDEN, "bf16"), "row_id"),
-        ((ROW, ids, (2, 5, 9), HIDDEN, "bf16"), r"\[2,5,7,9\], asked for \[2,5,9\]"),
-        ((ROW, ids, (5, 2, 7, 9), HIDDEN, "bf16"), r"\[2,5,7,9\], asked for \[5,2,7,9\]"),
+        ((ROW, ids, (2, 5, 9), HIDDEN, "bf16"), r"\[2,5,7,9\], expected \[2,5,9\]"),
+        ((ROW, ids, (5, 2, 7, 9), HIDDEN, "bf16"), r"\[2,5,7,9\], expected \[5,2,7,9\]"),
         ((ROW, ids, LAYERS, HIDDEN, "fp8"), "dtype"),
         ((ROW, ids, LAYERS, 2 * HIDDEN, "bf16"), "expected"),
         ((ROW, ids[:-1], LAYERS, HIDDEN, "bf16"), "token ids"),

@@ -97,7 +97,7 @@ def test_a_source_of_pictures_is_an_error_before_the_first_request(lab, capsys):
     planned = summary(capsys)
     [finding] = planned["findings"]
     assert planned["refused"] == finding  # at which the pipeline stops before it starts a server
-    assert "prompts pictures: no conversation can be used; 12 are rejected" in finding
+    assert "prompts pictures: no conversation can be used; all 12 are rejected" in finding
     assert f"{lab.folder}/pictures.jsonl line 1: images: " in finding
     assert lab.run() == 2
     assert not lab.server.calls
@@ -417,5 +417,5 @@ def test_the_pipeline_stops_at_unusable_prompts_before_it_starts_a_server(tmp_pa
     night.overrides.append(f"prompts=[{{name: cooking, path: {tmp_path / 'cooking.jsonl'}}}]")
     code, _out, err = night.run("--only", "01b")
     assert code == 2
-    assert "prompts cooking: no conversation can be used; 40 are rejected, the first: " in err.splitlines()[-1]
+    assert "prompts cooking: no conversation can be used; all 40 are rejected, the first: " in err.splitlines()[-1]
     assert not night.run_dir.exists() and night.leftovers() == []

@@ -64,7 +64,7 @@ def test_the_answer_beside_a_question_is_kept_by_replay():
     ):  # fmt: skip
         assert asked(record, mode="replay") == [[("user", "q"), ("assistant", "a")]]
         assert asked(record) == [[("user", "q")]]
-    assert "no answer to keep" in refused({"prompt": "q"}, mode="replay")
+    assert "the extract server did not answer row keep" in refused({"prompt": "q"}, mode="replay")
 
 
 def test_a_source_names_its_unusual_columns():
@@ -140,15 +140,15 @@ def test_no_tools_are_none(tools):
 @pytest.mark.parametrize(
     ("tools", "why"),
     [
-        ([{"type": "function"}], "tools[0]: {'type': 'function'} is no tool; wanted"),
-        ([WRAPPED, {"type": "retrieval"}], "tools[1]: {'type': 'retrieval'} is no tool"),
+        ([{"type": "function"}], "tools[0]: {'type': 'function'} is not a tool; use"),
+        ([WRAPPED, {"type": "retrieval"}], "tools[1]: {'type': 'retrieval'} is not a tool"),
         ([{"type": "custom", "function": BARE}], "tools[0].type: 'custom'"),
-        ([{"name": "f", "parameters": "x"}], "tools[0].function.parameters: 'x' is no JSON schema"),
+        ([{"name": "f", "parameters": "x"}], "tools[0].function.parameters: 'x' is not a JSON schema"),
         ([{"name": "f", "description": 3}], "tools[0].function.description: 3 is not text"),
         ([{"name": ""}], "tools[0]"),
-        ([7], "tools[0]: 7 is no tool"),
+        ([7], "tools[0]: 7 is not a tool"),
         ("{", "tools: '{' is not JSON"),
-        ({"name": "f"}, "tools: {'name': 'f'} is no list"),
+        ({"name": "f"}, "tools: {'name': 'f'} is not a list"),
     ],
 )
 def test_tools_that_no_server_takes_are_refused_by_their_field(tools, why):
@@ -160,13 +160,11 @@ def test_tools_that_no_server_takes_are_refused_by_their_field(tools, why):
 def test_text_about_media_beside_it_is_refused(column):
     """Seam B13: asked in silence, the answers are about nothing."""
     record = {"messages": [{"role": "user", "content": "<image>Who is this?"}], column: ["photo.jpg"]}
-    assert refused(record) == (
-        f"bad_conversation: {column}: the text is about media beside it, and only text can be asked"
-    )
+    assert refused(record) == (f"bad_conversation: {column}: the text refers to media, but only text can be asked")
     assert asked(record | {column: []}) == [[("user", "<image>Who is this?")]]
     part = {"role": "user", "content": [{"type": "text", "text": "Who?"}, {"type": "image_url", "image_url": {}}]}
     assert refused({"messages": [part]}) == (
-        "bad_conversation: messages[0].content[1]: 'image_url' is not text, and only text can be asked"
+        "bad_conversation: messages[0].content[1]: 'image_url' is not text, but only text can be asked"
     )
 
 
@@ -188,7 +186,7 @@ def test_a_function_call_role_is_a_call_of_the_assistant():
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "4", "tool_call_id": "call_1_0"},
     ]
-    assert "a function call that is not JSON" in refused(
+    assert "the function call is not JSON" in refused(
         {"conversations": [TALK[0], {"from": "function_call", "value": "area(2)"}, *TALK[2:]]}, turns="last"
     )
 

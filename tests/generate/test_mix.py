@@ -45,7 +45,8 @@ def test_a_source_that_is_rejected_whole_is_an_error(tmp_path):
     with pytest.raises(ConfigError) as error:
         materialise(run_config(tmp_path, {"name": "good"}, {"name": "cooking"}), tmp_path / "out")
     assert str(error.value) == (
-        f"prompts cooking: no conversation can be used; 40 are rejected, the first: {tmp_path}/cooking.jsonl line 1: "
+        f"prompts cooking: no conversation can be used; all 40 are rejected, the first: "
+        f"{tmp_path}/cooking.jsonl line 1: "
         "has none of the columns messages, conversations, conversation, prompt, question, instruction, turns; it has "
         "recipe; "
         "correct the source, or name its unusual columns with the source's `columns`; a line can be "

@@ -409,7 +409,9 @@ def test_a_conversation_that_cannot_be_used_is_rejected_with_its_place_and_reaso
         expected = [f"{path} row 4: messages[0]: unknown role 'usr'"]
     assert [record["detail"] for record in broken] == expected
     write(tmp_path / "b.jsonl", records[3:])
-    with pytest.raises(ConfigError, match="no conversation can be used; 2 are rejected, the first: .* line 1: has"):
+    with pytest.raises(
+        ConfigError, match="no conversation can be used; all 2 are rejected, the first: .* line 1: has"
+    ):
         materialise(mix(tmp_path, {"name": "b"}), tmp_path / "all_broken")
 
 

@@ -95,7 +95,7 @@ def test_an_array_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypatch, siz
             b'[{"a": 1}\n{"a": 2}]',
             "a.json line 2: the JSON array cannot be read beyond item 1 (',' expected",
         ),
-        (b'[{"a": 1}]\n[{"a": 2}]', "a.json line 2: the JSON array cannot be read beyond item 1 (something follows"),
+        (b'[{"a": 1}]\n[{"a": 2}]', "a.json line 2: the JSON array cannot be read beyond item 1 (text follows"),
         (b"[" * 100_000, "a.json line 1: the JSON array cannot be read beyond item 0 (nested too deeply)"),
         (b'[{"a": "\xff"}]', "a.json cannot be read (UnicodeDecodeError"),
         (gzip.compress(lines())[:-9], "a.json cannot be read (EOFError"),
@@ -168,7 +168,7 @@ def test_a_download_from_the_hub_is_read_by_split(tmp_path):
     assert read(tmp_path) == RECORDS
     assert read(tmp_path, split="test_sft") == RECORDS[:1]
     assert sources.source_text(source(tmp_path)) == f"{tmp_path}, 2 of 3 files, split train (Parquet)"
-    with pytest.raises(ConfigError, match="has no file of split validation, but of test_sft, train; set"):
+    with pytest.raises(ConfigError, match="has no file of split validation, only of test_sft, train; set"):
         read(tmp_path, split="validation")
 
 
@@ -194,7 +194,7 @@ def test_a_folder_that_datasets_saved_is_read_with_its_splits(tmp_path):
     assert read(tmp_path / "two", split="test") == RECORDS[:2]
     assert [sources.count_records(source(tmp_path / name)) for name in ("one", "two")] == [7, 7]
     assert sources.source_text(source(tmp_path / "one")) == f"{tmp_path}/one (saved by `datasets`)"
-    with pytest.raises(ConfigError, match="has no split dev, but train, test"):
+    with pytest.raises(ConfigError, match="has no split dev, only train, test"):
         read(tmp_path / "two", split="dev")
     assert sorted(tmp_path.rglob("*")) == before  # reading writes nothing
     for damaged in ("state.json", "dataset_info.json", "data-00001-of-00002.arrow"):
@@ -229,7 +229,7 @@ def test_a_file_that_grows_while_it_is_read_is_one_clear_line(tmp_path):
         next(drawn)
         with open(path, "ab") as file:
             file.write(lines())
-        with pytest.raises(ConfigError, match="a.jsonl changed while it was read; wait until it is written"):
+        with pytest.raises(ConfigError, match="a.jsonl changed while it was read; wait until it is complete"):
             list(drawn)
 
 

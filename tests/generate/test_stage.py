@@ -566,7 +566,7 @@ def test_a_smaller_count_and_a_manifest_of_a_limit_are_seen_by_the_plan(lab, cap
     assert planned(lab, capsys, "--set", "prompts.0.count=10")["stale"]
     assert lab.run("--limit", "4") == 0 and lab.manifest["out"] == 4
     plan = planned(lab, capsys)
-    assert plan["pending"] == 0 and "counts 4 rows of 18" in plan["stale"]
+    assert plan["pending"] == 0 and "counts 4 rows, there are 18" in plan["stale"]
 
 
 def test_a_manifest_that_does_not_record_its_prompts_is_taken_as_it_is(lab, capsys):
@@ -768,7 +768,7 @@ def test_no_row_at_all_is_never_success(lab):
     lab.server.script = lambda call: Reply(error_body("no", 400), 400) if call.question != "Say hello." else None
     lab.add_source(questions(5))
     assert lab.run() == 1
-    assert "not one row" in lab.manifest["error"]
+    assert "no rows from" in lab.manifest["error"]
 
 
 def test_an_outage_past_its_bound_exits_3_and_the_rerun_goes_on(lab):
@@ -907,7 +907,7 @@ def test_a_deadline_with_its_date_that_has_passed_ends_01b_without_a_server(lab)
     """Seam H1: such a time was taken for the same hour of the next day. A later deadline goes on."""
     lab.add_source(questions(20))
     assert lab.run("--deadline", "2026-01-01T00:00") == 3, "no row at all is no success"
-    assert lab.server.calls == [] and lab.manifest["error"].endswith("run it again with a later --deadline")
+    assert lab.server.calls == [] and lab.manifest["error"].endswith("run the same command with a later --deadline")
     assert lab.run("--limit", "4") == 0
     calls = len(lab.server.calls)
     assert lab.run("--deadline", "2026-01-01T00:00") == 0

@@ -75,10 +75,10 @@ def test_what_is_finished_has_nothing_to_do_and_the_next_stage_counts(monkeypatc
 
 def test_a_manifest_to_be_written_again_is_work_and_the_next_stage_waits_for_it(monkeypatch, tmp_path):
     """Seam U4"""
-    done = {"pending": 0, "findings": [], "stale": "manifest.json is of other prompts"}
+    done = {"pending": 0, "findings": [], "stale": "manifest.json was written for other prompts"}
     lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic=done))
     assert lines[1:3] == [
-        "  01b_synthetic     its counts to write again: manifest.json is of other prompts",
+        "  01b_synthetic     its counts to write again: manifest.json was written for other prompts",
         "  02_hidden_states  waits for 01b_synthetic",
     ]
 
