@@ -1,4 +1,4 @@
-"""The command line of `run_pipeline.sh`, which is understood before its environment is made: by Python alone."""
+"""The command line of `run_pipeline.sh`. It is checked before the environment exists, so only with Python itself."""
 
 import argparse
 import difflib
@@ -12,38 +12,38 @@ NUMBERS = ("01b", "02", "04", "05", "06")  # of the stages
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong arguments are a ConfigError, reported as every other one."""
+    """Reports wrong arguments as a ConfigError."""
 
     def error(self, message: str):
         raise ConfigError(f"{message}; --help shows the arguments")
 
 
 def positive(text: str) -> int:
-    """An argument that counts something."""
+    """A positive integer argument."""
     if not (text.isascii() and text.isdecimal() and len(text) < 19 and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 
 def next_time(text: str | None, now: datetime) -> datetime | None:
-    """The next HH:MM after `now`, or what a full YYYY-MM-DDTHH:MM names; both local time. Raises ConfigError."""
+    """The next HH:MM after `now`, or the moment YYYY-MM-DDTHH:MM; both local time. Raises ConfigError."""
     if text is None:
         return None
     try:
         if "T" in text:
             full = datetime.fromisoformat(text)
             return full.astimezone().replace(tzinfo=None) if full.tzinfo else full
-        if not text.isascii():  # strptime takes the digits of every script
+        if not text.isascii():  # strptime accepts the digits of every script
             raise ValueError
         at = datetime.strptime(text, "%H:%M")
     except ValueError:
-        raise ConfigError(f"{text!r} is not HH:MM, nor YYYY-MM-DDTHH:MM") from None
+        raise ConfigError(f"{text!r} is not HH:MM or YYYY-MM-DDTHH:MM") from None
     when = now.replace(hour=at.hour, minute=at.minute, second=0, microsecond=0)
     return when if when > now else when + timedelta(days=1)
 
 
 def moment(text: str) -> datetime:
-    """An argument that names a time, resolved when it is read."""
+    """A time argument, resolved when it is parsed."""
     try:
         return next_time(text, datetime.now())
     except ConfigError as error:
@@ -51,15 +51,15 @@ def moment(text: str) -> datetime:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """`config` is a path or None, `status` whether the word is there.
+    """Parsed arguments: `config` is a path or None, `status` whether that word was given.
 
-    Raises ConfigError for arguments that are wrong, or say nothing together: none is ignored in silence.
+    Raises ConfigError for wrong arguments and for combinations in which one would have no effect.
     """
-    args = parser().parse_intermixed_args(argv)  # CONFIG and status stand on whichever side of a flag
+    args = parser().parse_intermixed_args(argv)  # CONFIG and status may come before or after flags
     args.status = "status" in args.config
     paths = [*(word for word in args.config if word != "status"), *args.named]
     if len(paths) > 1:
-        raise ConfigError(f"one config a run, not {' and '.join(paths)}")
+        raise ConfigError(f"give one config, not {' and '.join(paths)}")
     args.config = paths[0] if paths else None
     if paths and not args.config.strip():
         raise ConfigError("the name of the config is blank: give a file, or leave it out for the default config")
@@ -70,23 +70,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if number not in (None, *NUMBERS):
             raise ConfigError(f"no stage {number}: choose from {', '.join(NUMBERS)}")
     for time_of_day in (args.deadline, args.done_by):
-        next_time(time_of_day, datetime.now())  # refuse a wrong one before the environment is made
+        next_time(time_of_day, datetime.now())  # refuse a wrong time before the environment is made
     if (args.probe or args.done_by) and not args.plan:
-        raise ConfigError("--probe and --done-by belong to a plan: write --plan before them")
+        raise ConfigError("--probe and --done-by need --plan")
     part = {"--from": args.first, "--only": args.only, "--limit": args.limit, "--redo": args.redo or None}
     given = [flag for flag, value in part.items() if value is not None]
     if args.plan and given:
-        raise ConfigError(f"--plan is of the whole run: leave out {given[0]}")
+        raise ConfigError(f"--plan covers the whole run: leave out {given[0]}")
     flags = [*given, *(["--deadline"] if args.deadline else []), *(["--plan"] if args.plan else [])]
     if args.status and (flags or args.dry_run):
-        raise ConfigError(f"status shows what is there: leave out {[*flags, '--dry-run'][0]}")
+        raise ConfigError(f"status only reads the run: leave out {[*flags, '--dry-run'][0]}")
     if args.deadline and (args.only or args.first or "01b") != "01b":
-        raise ConfigError("--deadline ends 01b, which is not to run: leave out one of the two")
+        raise ConfigError("--deadline stops 01b, which this call does not run: leave it out")
     return args
 
 
 def parser() -> Parser:
-    result = Parser(prog="run_pipeline.sh", description="Every stage in its turn, each with the server it needs.")
+    result = Parser(prog="run_pipeline.sh", description="Run every stage in order, each with the server it needs.")
     result.add_argument("config", nargs="*", metavar="[status] [CONFIG]", help="default: SmolLM2 on this machine")
     result.add_argument(
         "--config",
@@ -94,33 +94,33 @@ def parser() -> Parser:
         default=[],
         dest="named",
         metavar="CONFIG",
-        help="the same, as the stages take it",
+        help="the same, spelled as for the stages",
     )
     which = result.add_mutually_exclusive_group()
     which.add_argument("--from", dest="first", metavar="NN", help=f"start at this stage ({', '.join(NUMBERS)})")
-    which.add_argument("--only", metavar="NN", help="this stage alone")
-    result.add_argument("--limit", type=positive, metavar="N", help="at most N rows a stage")
+    which.add_argument("--only", metavar="NN", help="only this stage")
+    result.add_argument("--limit", type=positive, metavar="N", help="at most N rows per stage")
     result.add_argument(
-        "--redo", action="store_true", help="02 may replace finished hidden states whose token ids a setting changed"
+        "--redo", action="store_true", help="let 02 replace finished hidden states whose token ids have changed"
     )
     result.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating; or YYYY-MM-DDTHH:MM")
     instead = result.add_mutually_exclusive_group()
-    instead.add_argument("--plan", action="store_true", help="disk, time and cost, then nothing")
+    instead.add_argument("--plan", action="store_true", help="show disk, time and cost, and stop")
     instead.add_argument(
         "--dry-run",
         action="store_true",
-        help="offline: what each stage would do, what is missing; exits 0",
+        help="offline: show what each stage would do and what is missing; exits 0",
     )
     result.add_argument(
-        "--probe", action="store_true", help="with --plan: measure first what was never measured here"
+        "--probe", action="store_true", help="with --plan: first measure the rates that were never measured here"
     )
-    result.add_argument("--done-by", metavar="HH:MM", help="with --plan: say what is done by then, and propose it")
+    result.add_argument("--done-by", metavar="HH:MM", help="with --plan: propose what is finished by then")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     return result
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Silent about arguments that are right; else as the pipeline itself would say it."""
+    """Check the arguments: prints nothing if they are right, else the error that the pipeline would print."""
     try:
         parse(argv)
     except ConfigError as error:

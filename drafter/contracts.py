@@ -1,4 +1,4 @@
-"""The formats between stages, and the checks at every border. `docs/data_formats.md` shows one of each."""
+"""The formats between stages and their validation. `docs/data_formats.md` has an example of each."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ SCHEMA = 1  # of rows, hidden-state files and the index; part of every fingerpri
 FINISH_REASONS = ("stop", "length", "tool_calls", "replay")
 
 REJECT_REASONS = (
-    "no_user_turn",  # nothing for the model to answer
-    "bad_conversation",  # roles or fields that have no honest reading
+    "no_user_turn",  # no turn for the model to answer
+    "bad_conversation",  # roles or fields without a clear meaning
     "duplicate",  # the same request as an earlier row
     "held_out",  # kept for measuring acceptance
     "prompt_too_long",  # does not fit the server's context
@@ -30,12 +30,12 @@ REJECT_REASONS = (
     "token_count_mismatch",  # ids and usage disagree
     "prompt_mismatch",  # prompt ids do not end as configured
     "conversation_ended",  # an earlier answer of the conversation is missing, cut or unusable
-    "empty_completion",  # 200 with nothing in it
-    "no_supervised_tokens",  # after the cut at max_seq_len nothing is left to learn from
-    "too_short",  # too few tokens to predict one from another
+    "empty_completion",  # status 200 without tokens
+    "no_supervised_tokens",  # no supervised token is left after the cut at max_seq_len
+    "too_short",  # too few tokens to predict any
     "bad_token_ids",  # ids outside the target's vocabulary
     "bad_states",  # hidden states failed a check
-    "no_states",  # a reply whose file never came
+    "no_states",  # a reply whose file never arrived
 )
 
 
@@ -46,7 +46,7 @@ Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
 
 @checked.OPEN
 class Usage(TypedDict):
-    """Tokens as the server counted them; of a replayed row, before its first answer and of its answers."""
+    """Tokens as the server counted them; in a replayed row, tokens before its first answer and in its answers."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -54,23 +54,23 @@ class Usage(TypedDict):
 
 def content_id(value: Any) -> str:
     """32 hex digits over canonical JSON."""
-    # Parquet columns hold dates and bytes, which JSON has no word for.
+    # Parquet columns may hold dates and bytes, which JSON cannot represent.
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
 def row_id(messages: list[dict], tools: list | None, template_kwargs: dict, mode: str) -> str:
-    """Identity of a row: the request that was sent. Generated text and positions are no part of it."""
+    """Identity of a row: the request that was sent, without generated text and positions."""
     return content_id({"messages": messages, "tools": tools, "kwargs": template_kwargs, "mode": mode})
 
 
 def row_set(row_ids: Iterable[str]) -> str:
-    """Identity of a set of rows, as the manifests of 02 and 04 record it: its ids, in whatever order."""
+    """Identity of a set of rows, as the manifests of 02 and 04 record it; the order of the ids does not matter."""
     return content_id(sorted(row_ids))
 
 
 def conv_id(messages: list[dict]) -> str:
-    """Identity of a conversation: its first user turn with the system prompt before it. Splits are made on it."""
+    """Identity of a conversation: its first user turn and the system prompt before it. Data splits use it."""
     opening = []
     for message in messages:
         opening.append([message["role"], message["content"]])
@@ -80,7 +80,7 @@ def conv_id(messages: list[dict]) -> str:
 
 
 def shallow(instance: Any) -> dict:
-    """The fields of a dataclass as they are; `asdict` copies every token id by itself."""
+    """The fields of a dataclass without copies; `asdict` would copy every token id."""
     return {f.name: getattr(instance, f.name) for f in fields(instance)}
 
 
@@ -89,7 +89,7 @@ class Row:
     """One captured sequence: prompt and completion as the server's own token ids.
 
     `supervised` holds half-open spans of `input_ids`; `think_end` is the position of `</think>` or None.
-    Text (`reasoning`, `content`) is for people only.
+    The text (`reasoning`, `content`) is only for human readers.
     """
 
     row_id: FileId
@@ -127,23 +127,23 @@ class Row:
         return row
 
     def contradiction(self) -> str | None:
-        """What contradicts itself in the row's spans, positions and counts."""
+        """The first contradiction between the row's spans, positions and counts, or None."""
         return wrong_places(self.supervised, self.think_end, len(self.input_ids)) or self._miscounted()
 
     def _miscounted(self) -> str | None:
-        """What the spans contradict in `usage`."""
+        """How the spans contradict `usage`, or None."""
         prompt, written = self.usage["prompt_tokens"], self.usage["completion_tokens"]
         spans, length = self.supervised, len(self.input_ids)
         if self.finish_reason == "replay":
             agree = [prompt, written] == [spans[0][0], sum(end - start for start, end in spans)]
         else:
             agree = spans == [[prompt, prompt + written]] and length == prompt + written
-        counts = f"{prompt} tokens of the prompt and {written} written ones"
+        counts = f"{prompt} prompt tokens and {written} completion tokens"
         return None if agree else f"usage counts {counts}, but supervised is {spans} of {length} input_ids"
 
 
 def read_rows(path: Path, journal: bool = False) -> Iterator[tuple[int, Row]]:
-    """(offset of its line, row) for each row of a shard, or of a `journal`. Raises ContractError on a broken one."""
+    """(offset of its line, row) for each row of a shard or `journal`. Raises ContractError on a broken row."""
     for number, (offset, record) in enumerate(files.read_placed(path, journal=journal), 1):
         try:
             row = Row.from_record(record)
@@ -161,7 +161,7 @@ def _made(cls: type, record: dict) -> Any:
 
 
 def wrong_places(supervised: list[list[int]], think_end: int | None, length: int) -> str | None:
-    """What contradicts itself in the spans and positions of a row of `length` tokens."""
+    """The first contradiction in the spans and positions of a row of `length` tokens, or None."""
     if not supervised:
         return "no supervised span"
     if any(not 0 < start < end <= length for start, end in supervised):
@@ -183,7 +183,7 @@ def cut(spans: list[list[int]], length: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One published hidden-state file, with what training needs of its row."""
+    """One published hidden-state file, with the facts of its row that training needs."""
 
     row_id: FileId
     conv_id: str
@@ -200,7 +200,7 @@ class IndexEntry:
 
     @classmethod
     def from_record(cls, record: dict) -> "IndexEntry":
-        """Raises ContractError when the record is no entry, or its positions contradict each other."""
+        """Raises ContractError when the record is invalid or its positions contradict each other."""
         entry = _made(cls, record)
         problem = wrong_places(entry.supervised, entry.think_end, entry.tokens)
         if entry.tokens > entry.row_tokens:
@@ -215,13 +215,13 @@ class IndexEntry:
 
 
 def states_path(row_id: str) -> Path:
-    """Place of a row's hidden states below the stage folder."""
+    """Path of a row's hidden states below the stage folder."""
     return Path(row_id[:2]) / f"{row_id}.safetensors"
 
 
 @dataclass(slots=True)
 class Counts:
-    """Nothing is lost in silence: `total = done + rejected + pending`, enforced whenever it is reported."""
+    """`total = done + rejected + pending`, checked whenever it is reported, so that no row is lost silently."""
 
     total: int = 0
     done: int = 0

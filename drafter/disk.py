@@ -1,7 +1,7 @@
-"""What runs hold on the data volume, and what of it can go.
+"""Disk usage of the runs, and which of their folders can be deleted.
 
-By hand: `python -m drafter.disk du|clean [RUN/STAGE or RUN ...] --config FILE`. `clean` shows what exported runs no
-longer need, or exactly the folders that are named; `--yes` frees it.
+`python -m drafter.disk du|clean [RUN/STAGE or RUN ...] --config FILE`. `clean` shows the folders that exported runs
+no longer need, or exactly the named ones; `--yes` deletes them.
 """
 
 import argparse
@@ -20,16 +20,16 @@ from drafter.errors import ConfigError, StageError
 
 log = logging.getLogger("drafter")
 
-# What a later stage no longer needs, and the stage whose completion makes it so.
+# Folders that can go, and the stage that must be complete before.
 FREED_BY = {"02_hidden_states": "05_export", "04_train": "05_export"}
 FREED_LOG = "freed.jsonl"
-BESIDE_RUNS = (FREED_LOG, "smoke.json", "engine.json", "target_fingerprints.json")  # what runs share in `run.dir`
-IN_RUNS = (*STAGES, "pipeline.json", locks.LOCK)  # one of them makes a folder a run
+BESIDE_RUNS = (FREED_LOG, "smoke.json", "engine.json", "target_fingerprints.json")  # shared by the runs
+IN_RUNS = (*STAGES, "pipeline.json", locks.LOCK)  # a folder with one of these is a run
 
 
 @dataclass(frozen=True)
 class Held:
-    """One stage folder of one run, or what an interrupted `clean` left of one."""
+    """A stage folder of a run, or the rest of one whose deletion was interrupted."""
 
     run: Path
     stage: str
@@ -37,7 +37,7 @@ class Held:
     status: str
     proposed: bool
     why: str
-    busy: bool  # a process works there or reads it: never freed
+    busy: bool  # a process works in it or reads it: never deleted
 
     @property
     def folder(self) -> Path:
@@ -49,7 +49,7 @@ class Held:
 
 
 def usage(folder: Path) -> int:
-    """Bytes allocated below a folder; files that vanish meanwhile count nothing."""
+    """Bytes allocated below a folder, without files that vanish meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -60,7 +60,7 @@ def usage(folder: Path) -> int:
 
 
 def survey(config: Config) -> list[Held]:
-    """Every stage folder below `run.dir`, the largest first, each with what `clean` thinks of it."""
+    """Every stage folder below `run.dir`, the largest first, each with whether `clean` proposes it and why."""
     held = []
     runs = runs_in(config.run.dir)
     needed = _needed(runs)
@@ -81,12 +81,12 @@ def runs_in(folder: Path) -> list[Path]:
     return [path for path in found if not path.is_symlink() and any((path / name).exists() for name in IN_RUNS)]
 
 
-def strangers(run_dir: Path) -> Iterator[str]:
-    """What lies in `run.dir` and was not made by a run, and links in place of stage folders; never touched."""
+def other_entries(run_dir: Path) -> Iterator[str]:
+    """A line for each entry of `run.dir` that is no run, and for each link instead of a stage folder."""
     runs = runs_in(run_dir)
     for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
         if path not in runs and path.name not in BESIDE_RUNS:
-            yield f"not of a run, left alone: {path}"
+            yield f"not part of a run, left alone: {path}"
     for path in (run / name for run in runs for name in STAGES):
         if path.is_symlink():
             yield f"a link, left alone: {path} -> {path.readlink()}"
@@ -100,7 +100,7 @@ def _status(folder: Path) -> str:
 
 
 def _judge(run: Path, name: str, config: Config, needed: dict[Path, str]) -> tuple[bool, str]:
-    """Whether a stage folder that is not in use may go, and why or why not."""
+    """Whether to propose a stage folder that is not in use, and why."""
     if name.endswith(files.PART):
         return True, "left by an interrupted clean"
     if name not in FREED_BY:
@@ -121,7 +121,7 @@ def _judge(run: Path, name: str, config: Config, needed: dict[Path, str]) -> tup
 
 
 def _needed(runs: list[Path]) -> dict[Path, str]:
-    """Folders that runs take from others and still need, each with the name of such a run."""
+    """Folders that unfinished runs take from others, each with the name of such a run."""
     found = {}
     for run in runs:
         taken: dict[str, str] = {}
@@ -129,7 +129,7 @@ def _needed(runs: list[Path]) -> dict[Path, str]:
             try:
                 taken |= _run_settings(run / name).get("take", {})
             except (StageError, OSError) as error:
-                log.info("%s; what its run takes from others is not known", error)
+                log.info("%s; the folders that its run takes from others are unknown", error)
         own = (name for name in STAGES if name not in taken)
         if any(_status(run / name) != "complete" for name in own):
             found |= {(ROOT / folder).resolve(): run.name for folder in taken.values()}
@@ -137,27 +137,26 @@ def _needed(runs: list[Path]) -> dict[Path, str]:
 
 
 def _run_settings(folder: Path) -> dict[str, Any]:
-    """Section `run` of the config that a stage was made with, empty where there is none. Raises ContractError."""
+    """Section `run` of the config that a stage was made with; {} without a config. Raises ContractError."""
     return (stage.read_resolved(folder) or {"run": {}})["run"]
 
 
 def in_use(run: Path, name: str) -> str:
-    """Who works in a run, its pipeline or a stage by hand, or reads one of its folders; empty when nobody does."""
+    """Which process works in the run or reads this folder, for a message; empty when there is none."""
     for place in run_locks.busy_folders(run):
         return f"the run is running{locks.describe(place)}"
     return "another process reads it" if locks.in_use(run / name, readers=True) else ""
 
 
-def naming(held: list[Held], folders: list[str], run_dir: Path) -> list[Held]:
-    """The same folders with those proposed that are named, as RUN/STAGE or as RUN for all of its, and no other one.
+def select_named(held: list[Held], folders: list[str], run_dir: Path) -> list[Held]:
+    """The same folders, of which exactly the named ones are proposed: RUN/STAGE, or RUN for all stages of a run.
 
-    Raises ConfigError for a name that is neither. One in use is never proposed.
+    A folder in use is never proposed. Raises ConfigError for an unknown name.
     """
     names = {folder.rstrip("/") for folder in folders}
     if unknown := names - {each.name for each in held} - {each.run.name for each in held}:
         raise ConfigError(
-            f"no stage folder RUN/STAGE and no run with one below {run_dir}: {', '.join(sorted(unknown))}; "
-            "nothing was freed"
+            f"no run and no stage folder (RUN/STAGE) in {run_dir}: {', '.join(sorted(unknown))}; nothing was freed"
         )
     return [
         each if each.busy else replace(each, proposed=named, why="named" if named else "not named")
@@ -167,7 +166,7 @@ def naming(held: list[Held], folders: list[str], run_dir: Path) -> list[Held]:
 
 
 def clean(held: list[Held], freed_log: Path) -> int:
-    """Free what is proposed and not in use by now; bytes freed."""
+    """Delete the proposed folders that are still not in use. Returns the bytes freed."""
     freed = 0
     for each in (each for each in held if each.proposed):
         try:
@@ -184,7 +183,7 @@ def clean(held: list[Held], freed_log: Path) -> int:
 
 
 def freed(run_dir: Path) -> list[StageName]:
-    """The stages of a run whose folders `clean` removed and no rerun has made again."""
+    """The stages of a run whose folders `clean` deleted and no later call has made again."""
     paths = [
         Path(record["freed"]) for record in checked.records_or_empty(run_dir.parent / FREED_LOG, run_files.Freed)
     ]
@@ -197,7 +196,7 @@ def _free(each: Held) -> None:
     with run_locks.removing(each.run, each.stage):
         doomed = each.folder
         if doomed.suffix != files.PART:
-            # What an interrupted removal leaves must not look like the stage's folder.
+            # The rest of an interrupted deletion must not look like a stage folder.
             doomed = doomed.rename(doomed.with_name(f"{doomed.name}.{os.getpid()}{files.PART}"))
             files.fsync_dir(each.run)
         shutil.rmtree(doomed)
@@ -222,17 +221,17 @@ def table(held: list[Held]) -> str:
 def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.disk")
     arguments.add_argument("verb", choices=("du", "clean"))
-    arguments.add_argument("folders", nargs="*", metavar="RUN[/STAGE]", help="exactly these, exported or not")
-    arguments.add_argument("--yes", action="store_true", help="really free what clean shows")
+    arguments.add_argument("folders", nargs="*", metavar="RUN[/STAGE]", help="exactly these folders, exported or not")
+    arguments.add_argument("--yes", action="store_true", help="delete what clean shows")
     return stage.run_tool("disk", _command, arguments, argv)
 
 
 def _command(config: Config, args: argparse.Namespace) -> None:
     held = survey(config)
     if args.folders:
-        held = naming(held, args.folders, config.run.dir)
+        held = select_named(held, args.folders, config.run.dir)
     print(table(held))
-    for line in strangers(config.run.dir):
+    for line in other_entries(config.run.dir):
         print(line)
     if args.verb == "du":
         return

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: publish by rename, journals, fingerprints."""
+"""Files that are either complete or absent: published by rename, journals, fingerprints."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from typing import Any
 from drafter.errors import ConfigError, ContractError
 
 GIB = 2**30
-PART = ".part"  # suffix of bytes that are not published yet; safe to sweep when nothing is running
+PART = ".part"  # suffix of unpublished files; may be deleted while no process works in the folder
 ASIDE = f".old{PART}"
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
@@ -35,10 +35,10 @@ def fsync_dir(folder: Path) -> None:
 
 @contextlib.contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; on success make it durable and give it the name `path`.
+    """Yield a path beside `path` to write to; on success make it durable and rename it to `path`.
 
-    Works for a file and for a folder with everything in it. Nothing is left on failure, and an existing `path` is
-    replaced in one step, by complete bytes.
+    Works for a file and for a folder with its content. On failure nothing is left. An existing `path` is replaced
+    in one step.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def _make_durable(path: Path) -> None:
 
 
 def _set_aside_for(new: Path, old: Path) -> None:
-    """Give `new` the name `old`: in one step, or on a file system that cannot, in two that `restore` undoes."""
+    """Rename `new` to `old`: in one step, or where the file system cannot, in two that `restore` can undo."""
     aside = _aside(old)
     remove(aside)
     if _rename_exchange(new, old):
@@ -82,7 +82,7 @@ def _set_aside_for(new: Path, old: Path) -> None:
 
 
 def _rename_exchange(one: Path, other: Path) -> bool:
-    """False where the kernel, the C library or the file system has no such call."""
+    """Swap two names. Returns False when the kernel, the C library or the file system does not support it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -94,18 +94,18 @@ def _rename_exchange(one: Path, other: Path) -> bool:
 
 
 def _aside(path: Path) -> Path:
-    """Where a folder goes whose name another takes."""
+    """The temporary name of a folder that is being replaced."""
     return path.with_name(f"{path.name}{ASIDE}")
 
 
 def restore(path: Path) -> None:
-    """Give a folder its name back that a replacement, killed between its two steps, had set aside."""
+    """Give a folder its name back if a replacement was killed between its two steps."""
     if not os.path.lexists(path) and os.path.lexists(aside := _aside(path)):
         aside.rename(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there."""
+    """Remove a file, a link or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -113,7 +113,7 @@ def remove(path: Path) -> None:
 
 
 def sync_file_system(folder: Path) -> None:
-    """Make everything written so far on the file system that holds `folder` durable: one call for many files."""
+    """Sync the file system that holds `folder`: one call that makes many files durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
@@ -137,7 +137,7 @@ def write_jsonl(path: Path, records: Iterable[dict]) -> None:
 
 
 def read_note(path: Path, **needed: type) -> dict[str, Any]:
-    """A JSON object that the run can do without: {} where there is none, or not with the keys `needed`."""
+    """An optional JSON object: {} when the file is missing, invalid, or lacks a key of `needed` with its type."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         found = json.loads(path.read_bytes())
         if isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in needed.items()):
@@ -146,9 +146,9 @@ def read_note(path: Path, **needed: type) -> dict[str, Any]:
 
 
 def sweep(folder: Path, below: bool = True) -> int:
-    """Remove what killed calls left unpublished in `folder`, and with `below` anywhere in it; the number removed.
+    """Delete unpublished files of killed calls in `folder` (with `below`: anywhere in it). Returns their number.
 
-    That is `*.part` and safetensors' `.tmp*`. A folder that was set aside for one that never came is restored.
+    These are `*.part` and safetensors' `.tmp*`. A folder whose replacement was killed half-way gets its name back.
     Only for the process that holds the folder's lock.
     """
     find = folder.rglob if below else folder.glob
@@ -163,31 +163,31 @@ def sweep(folder: Path, below: bool = True) -> int:
 class Journal:
     """An append-only JSONL file that survives SIGKILL at any byte and a crash of the machine at any second.
 
-    Opening cuts a torn last line, so the next record never glues to it. A record is in the file when `append`
-    returns, and durable at most `sync_seconds` later whether or not anything follows, and after `sync` and `close`.
+    Opening truncates a torn last line, so that the next record does not continue it. A record is in the file when
+    `append` returns, and durable at most `sync_seconds` later, even if nothing follows, and after `sync` and `close`.
     Records are ASCII-escaped, since a lone surrogate cannot be written as UTF-8.
     """
 
     def __init__(self, path: Path, sync_seconds: float = 1.0):
-        """With `sync_seconds` infinite only `sync` and `close` make records durable."""
+        """With infinite `sync_seconds` only `sync` and `close` make records durable."""
         self.path = path
         self.sync_seconds = sync_seconds
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_tail(path)
         self._file = open(path, "ab")  # noqa: SIM115 - held open for the life of the journal
         self._closed = threading.Event()
-        self._scheduled_by = 0  # the process in which a thread will sync what was written so far; threads do not fork
+        self._scheduled_by = 0  # process whose thread will sync the records so far; threads do not survive a fork
         self._failure: OSError | None = None
 
     def append(self, record: dict) -> None:
-        """Raises the OSError of writing, or of an earlier sync in the background."""
+        """Raises the OSError of this write or of an earlier sync in the background."""
         self._raise_failure()
         self._file.write(json.dumps(record, separators=(",", ":")).encode("ascii") + b"\n")
         self._file.flush()
-        # Only after the flush: a thread that has not cleared this yet will sync what was just written.
+        # After the flush: a thread that has not reset this yet will sync what was just written.
         if self._scheduled_by != os.getpid() and math.isfinite(self.sync_seconds):
             self._scheduled_by = os.getpid()
-            own = os.dup(self._file.fileno())  # stays valid whatever closes the journal meanwhile
+            own = os.dup(self._file.fileno())  # stays valid when the journal is closed meanwhile
             threading.Thread(target=self._sync_later, args=(own,), daemon=True).start()
 
     def sync(self) -> None:
@@ -211,7 +211,7 @@ class Journal:
     def _sync_later(self, descriptor: int) -> None:
         try:
             if not self._closed.wait(self.sync_seconds):
-                self._scheduled_by = 0  # before the sync: what is appended from here on needs another one
+                self._scheduled_by = 0  # before the sync: later records need another one
                 os.fsync(descriptor)
         except OSError as error:
             self._failure = error
@@ -219,12 +219,12 @@ class Journal:
             os.close(descriptor)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:  # for good: the kernel reports lost pages once
+        if self._failure is not None:  # raised every time, since the kernel reports lost pages only once
             raise self._failure
 
 
 def cut_torn_tail(path: Path) -> bool:
-    """Cut what follows the last line feed of a file; whether there was anything."""
+    """Truncate a file after its last line feed. Returns whether anything was cut."""
     if not path.exists():
         return False
     with open(path, "r+b") as file:
@@ -243,18 +243,17 @@ def cut_torn_tail(path: Path) -> bool:
 
 
 def read_jsonl(path: Path, *needed: str, journal: bool = False, **kinds: type) -> Iterator[dict]:
-    """Records of a JSONL file, split at line feeds alone (U+2028 is text).
+    """Records of a JSONL file, split only at line feeds (U+2028 is text).
 
-    In a `journal` a torn last line is no record: its writer was killed, or is still writing. A published file was
-    complete when it got its name, so there it is damage.
-    Raises ContractError on a line that is no JSON object, lacks a key of `needed`, or has no value of the type that
-    `kinds` gives for a key.
+    In a `journal` a torn last line is skipped: its writer was killed or is still writing. In a published file, which
+    was complete when it got its name, it is damage. Raises ContractError on a line that is no JSON object, lacks a
+    key of `needed`, or has a value of another type than `kinds` gives for its key.
     """
     return (record for _offset, record in read_placed(path, *needed, journal=journal, **kinds))
 
 
 def read_placed(path: Path, *needed: str, journal: bool = False, **kinds: type) -> Iterator[tuple[int, dict]]:
-    """As `read_jsonl`, each record behind the offset of its line."""
+    """As `read_jsonl`, with the offset of each record's line before the record."""
     offset = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -286,9 +285,9 @@ def sha256_file(path: Path) -> str:
 
 @cache
 def fingerprint_path(path: Path) -> str:
-    """Identity of a file or model folder by content, cheap for terabytes: names, sizes, first and last MiB.
+    """Fingerprint of a file or model folder, cheap for terabytes: names, sizes, first and last MiB of each file.
 
-    Raises ConfigError when nothing is there.
+    Raises ConfigError when the path does not exist.
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist")
@@ -305,13 +304,13 @@ def fingerprint_path(path: Path) -> str:
 
 
 def inode_id(folder: Path) -> str:
-    """Identity of a folder: it stays when the folder is moved, and a copy has another."""
+    """Device and inode of a folder: unchanged when it is moved, different for a copy."""
     found = folder.stat()
     return f"{found.st_dev}:{found.st_ino}"
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes an ordinary user can still write on the file system that holds `path` (which need not exist yet)."""
+    """Bytes that an ordinary user can still write on the file system of `path` (which need not exist yet)."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

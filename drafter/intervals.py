@@ -1,7 +1,7 @@
-"""What a measured difference is worth: bootstrap over prompts, paired between drafters, and the verdict.
+"""Confidence of measured acceptance lengths: bootstrap over prompts, paired between drafters, and the verdict.
 
 Acceptance length is a ratio of sums: 1 + accepted / steps. Requests of one prompt set differ far more from each other
-than two drafters do on the same prompt, so a comparison resamples prompts and takes both drafters along.
+than two drafters do on the same prompt, so a comparison resamples prompts with the results of both drafters.
 """
 
 import math
@@ -11,8 +11,8 @@ import numpy as np
 
 RESAMPLES = 10_000
 LENGTH_CONFIDENCE = 0.95  # of a reported length
-VERDICT_CONFIDENCE = 0.99  # of a difference: several are looked at each night, and a false one costs a deployment
-MIN_PROMPTS = 20  # with fewer, intervals from a bootstrap are too narrow to show anything
+VERDICT_CONFIDENCE = 0.99  # of a difference: each run compares several, and a false one costs a deployment
+MIN_PROMPTS = 20  # with fewer, bootstrap intervals are too narrow for a verdict
 
 BETTER, WORSE, UNDECIDED = "better", "worse", "no difference shown"
 
@@ -22,7 +22,7 @@ Tallies = np.ndarray  # [prompts, 2]: steps that had a draft, tokens accepted
 
 
 def length(tallies: Tallies) -> float | None:
-    """Pooled acceptance length: tokens a step yields, 1 when nothing is ever accepted. None without steps."""
+    """Pooled acceptance length: mean tokens of a step, 1 if no draft is ever accepted. None without steps."""
     steps, accepted = tallies.sum(0)
     return 1 + float(accepted) / float(steps) if steps else None
 
@@ -38,9 +38,9 @@ def interval(tallies: Tallies, seed: int = 0) -> tuple[float, float] | None:
 
 
 def per_request(tallies: Tallies) -> dict[str, float | None]:
-    """How requests spread, each with a length of its own.
+    """Mean and percentiles of the acceptance lengths of single requests.
 
-    Their mean is not the pooled length, since short requests weigh as much as long ones.
+    The mean differs from the pooled length, since short requests count as much as long ones.
     """
     tallies = tallies[tallies[:, 0] > 0]
     lengths = 1 + tallies[:, 1] / tallies[:, 0] if len(tallies) else np.array([np.nan])
@@ -65,7 +65,7 @@ def compare(tallies: Tallies, baseline: Tallies, seed: int = 0) -> dict:
 
 
 def agreement(outputs: list[list[int]], references: list[list[int]]) -> dict:
-    """How far two sets of greedy outputs go together: equal outputs, and tokens before the first difference."""
+    """How far two sets of greedy outputs agree: share of equal outputs, and of tokens before the first difference."""
     common = [
         next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
         for ours, theirs in zip(outputs, references, strict=True)

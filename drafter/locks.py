@@ -1,6 +1,6 @@
-"""Locks on folders: one process works in a folder, or several read it. The kernel drops a lock with its process.
+"""Locks on folders: one process works in a folder, or several read it. The kernel releases a lock with its process.
 
-The lock is flock(2) on the folder's `.lock`, in which the process that works there says who it is.
+The lock is flock(2) on the folder's file `.lock`, in which the process that works there records its identity.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ import psutil
 from drafter import process
 from drafter.errors import ConfigError
 
-LOCK_SECONDS = 2.0  # a child that a killed process was just starting holds its lock until it runs its own program
-CLAIMS = Path("/tmp")  # one for all users, whatever their TMPDIR
+LOCK_SECONDS = 2.0  # a forked child of a killed process keeps its lock until exec; retry for this long
+CLAIMS = Path("/tmp")  # the same for all users, whatever TMPDIR says
 LOCK = ".lock"
-SHARES = ".shares"  # a folder that several processes divide among them has a lock for each share in here
+SHARES = ".shares"  # holds one lock folder for each share of a folder that several processes work in
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -31,15 +31,15 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextlib.contextmanager
 def locked(folder: Path, who: str = "", reads: Iterable[Path] = (), seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Work in `folder`, made where there is none, as the only process; `who` and what it reads are for others to see.
+    """Work in `folder` as the only process; the folder is created if needed.
 
-    Raises ConfigError when after `seconds` another process still works in it or reads it, or the file system has no
-    locks.
+    `who` and the folders that it `reads` are recorded for other processes' messages. Raises ConfigError when after
+    `seconds` another process still works in the folder or reads it, and when the file system has no locks.
     """
     descriptor = None
     while descriptor is None:
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # removed since
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
             descriptor = open_locked(folder / LOCK, fcntl.LOCK_EX, seconds)
             if descriptor is None:
                 raise _busy(folder)
@@ -49,7 +49,7 @@ def locked(folder: Path, who: str = "", reads: Iterable[Path] = (), seconds: flo
         try:
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(record).encode(), 0)
-        except OSError as error:  # a full disk must not keep `clean` from freeing it
+        except OSError as error:  # on a full disk `clean` must still work
             if error.errno not in DISK_FULL:
                 raise
         yield
@@ -59,11 +59,11 @@ def locked(folder: Path, who: str = "", reads: Iterable[Path] = (), seconds: flo
 
 @contextlib.contextmanager
 def reading(folder: Path, theirs: bool = False) -> Iterator[None]:
-    """Keep `folder` as it is while the block lasts: nobody works in it or removes it, others may read it too.
+    """Keep `folder` unchanged during the block: no process may work in it or remove it, others may read it.
 
-    Without a lock is read what does not exist, what this user may not write to, and of `theirs`, where nothing may be
-    written, a folder without a lock file.
-    Raises ConfigError when a process works in it, or the file system has no locks.
+    No lock is taken on a folder that does not exist or that this user may not write to, nor on one of `theirs` (in
+    which nothing may be created) without a lock file. Raises ConfigError when a process works in the folder or the
+    file system has no locks.
     """
     descriptor = None
     try:
@@ -87,9 +87,9 @@ def reading(folder: Path, theirs: bool = False) -> Iterator[None]:
 def open_locked(
     path: Path, kind: int = fcntl.LOCK_EX, seconds: float = LOCK_SECONDS, create: bool = True
 ) -> int | None:
-    """A descriptor of the file at `path` that holds its lock; None when after `seconds` another has it.
+    """A descriptor that holds the lock of the file at `path`; None when another process still has it after `seconds`.
 
-    A file that was removed between opening and locking protects nothing, so it is opened again.
+    A file that is removed between opening and locking protects nothing, so it is opened again.
     """
     while True:
         descriptor = _open(path, create, must_write=kind == fcntl.LOCK_EX)
@@ -106,9 +106,9 @@ def open_locked(
 
 
 def in_use(folder: Path, patience: float = 0, readers: bool = False) -> bool:
-    """Whether a process works in `folder`, or with `readers` also reads it, throughout `patience` seconds.
+    """Whether a process works in `folder` (with `readers`: or reads it) during all of `patience` seconds.
 
-    Changes nothing. Raises ConfigError where the file system has no locks.
+    Changes nothing. Raises ConfigError when the file system has no locks.
     """
     try:
         descriptor = _open(folder / LOCK, create=False, must_write=False)
@@ -121,12 +121,12 @@ def in_use(folder: Path, patience: float = 0, readers: bool = False) -> bool:
 
 
 def shares_in_use(folder: Path) -> list[Path]:
-    """The shares of a divided folder in which processes work."""
+    """The shares of `folder` in which processes work."""
     return [share for share in sorted(folder.glob(f"{SHARES}/*")) if in_use(share)]
 
 
 def holder(folder: Path) -> dict:
-    """What the process that works in `folder`, or was the last to, said of itself; {} where nothing is known."""
+    """The record of the process that works in `folder`, or was the last to do so; {} without one."""
     try:
         found = json.loads((folder / LOCK).read_bytes())
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ def holder(folder: Path) -> dict:
 
 
 def describe(folder: Path) -> str:
-    """Who works in `folder`, for a message; empty where that is not known."""
+    """The process that works in `folder`, for a message; empty when it is unknown."""
     found = holder(folder)
     if not found.get("pid"):
         return ""
@@ -144,13 +144,13 @@ def describe(folder: Path) -> str:
 
 
 def is_ancestor(record: dict) -> bool:
-    """Whether the process of a `holder` is this one, or started it."""
+    """Whether the process in a `holder` record is this one or an ancestor of it."""
     family = [os.getpid(), *(parent.pid for parent in psutil.Process().parents())]
     return process.lives(record) and record["pid"] in family
 
 
 def fault(folder: Path) -> str | None:
-    """Why nothing below `folder` (which need not exist yet) can be locked, or None. No name is left behind."""
+    """Why folders below `folder` (which need not exist yet) cannot be locked, or None. Leaves no file."""
     while not folder.is_dir():
         folder = folder.parent
     try:
@@ -158,29 +158,27 @@ def fault(folder: Path) -> str | None:
             _flock(file.fileno(), folder, fcntl.LOCK_SH, 0)
     except ConfigError as error:
         return str(error)
-    except OSError:  # a folder that cannot be written to is for others to report
+    except OSError:  # another check reports a folder that cannot be written to
         return None
     return None
 
 
 @contextlib.contextmanager
 def claimed(name: str, owner: str) -> Iterator[None]:
-    """Hold a name of this machine, against every user's processes, as `locked` holds a folder.
+    """Hold a name on this machine against the processes of all users, as `locked` holds a folder.
 
-    Raises ConfigError naming the owner that holds it, or what lies where its file belongs.
+    Raises ConfigError naming the owner that holds it, or the file that is in the lock file's place.
     """
     path = CLAIMS / f"drafter-{name}.lock"
     try:
         file = _open_shared(path)
     except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; {name} is claimed with this file: remove what is there"
-        ) from None
+        raise ConfigError(f"{path}: {error.strerror}; this is the lock file of {name}: remove it") from None
     try:
         found = os.fstat(file)
-        # Anybody can put something there: what is written must not end up in another file.
+        # Any user can put a link there: never write through it into another file.
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise ConfigError(f"{path} is no plain file; {name} is claimed with it: remove what is there")
+            raise ConfigError(f"{path} is not a plain file, but this is the lock file of {name}: remove it")
         if not _flock(file, path, fcntl.LOCK_EX, LOCK_SECONDS):
             holder = os.pread(file, 4096, 0).decode(errors="replace")
             holder = "".join(filter(str.isprintable, holder)) or "another process"
@@ -193,14 +191,14 @@ def claimed(name: str, owner: str) -> Iterator[None]:
 
 
 def _open_shared(path: Path) -> int:
-    """A file in a folder like /tmp that every user can open, made where there is none; no link is followed."""
+    """Open or create a file that every user can open, in a folder like /tmp; links are not followed."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-    # Without O_CREAT first: the kernel may refuse that for a file of another user.
+    # First without O_CREAT, which the kernel may refuse for a file of another user.
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, flags)
-    with contextlib.suppress(FileExistsError):  # made by another process since
+    with contextlib.suppress(FileExistsError):  # created by another process meanwhile
         file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        os.fchmod(file, 0o666)  # whatever the umask, the next user is to be able to claim it
+        os.fchmod(file, 0o666)  # whatever the umask: the next user must be able to open it
         return file
     return os.open(path, flags)
 
@@ -213,7 +211,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _open(path: Path, create: bool, must_write: bool) -> int:
-    """For writing where that is allowed: NFS gives exclusive locks to writers alone."""
+    """Open for writing if possible, since NFS gives exclusive locks only to writers."""
     try:
         return os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
     except OSError as error:
@@ -223,7 +221,7 @@ def _open(path: Path, create: bool, must_write: bool) -> int:
 
 
 def _flock(descriptor: int, path: Path, kind: int, seconds: float) -> bool:
-    """Whether the lock came within `seconds`. Raises ConfigError where the file system has none."""
+    """Whether the lock was granted within `seconds`. Raises ConfigError when the file system has no locks."""
     patience = time.monotonic() + seconds
     while True:
         try:

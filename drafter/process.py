@@ -1,4 +1,4 @@
-"""Process sessions: a server or a stage is started as the leader of its own, so that all of it can be ended."""
+"""Processes: identity, sessions (each server and stage leads its own, so that all of it can be ended), commands."""
 
 import contextlib
 import ctypes
@@ -15,19 +15,19 @@ from drafter import signals
 from drafter.errors import ConfigError, ResumableError
 
 ROOT = Path(__file__).parents[1]
-PARENT = "DRAFTER_PARENT"  # in a child's environment: the process that it must not outlive
+PARENT = "DRAFTER_PARENT"  # environment variable: the process that a child must not outlive
 PR_SET_PDEATHSIG = 1
 REMIND_SECONDS = 10
-KILL_SECONDS = 30  # a process that SIGKILL does not end in this time hangs in the kernel, and waiting is no use
+KILL_SECONDS = 30  # a process that survives SIGKILL for so long hangs in the kernel
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """What tells a process from every other one, of another time or start of the machine too."""
+    """A record that no other process has, not even after its pid is reused or the machine has restarted."""
     return {"pid": pid, "birth": start_time(pid), "boot": boot_id()}
 
 
 def lives(record: dict[str, Any]) -> bool:
-    """Whether the process of an `identity` is still alive."""
+    """Whether the process of an `identity` record is still alive."""
     if record.get("boot") != boot_id():
         return False
     known, pid = record.get("birth"), record.get("pid", 0)
@@ -35,13 +35,13 @@ def lives(record: dict[str, Any]) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot. None when it is dead, or hidden from this user."""
+    """Start time of a live process in clock ticks since boot; None when it is dead or hidden from this user."""
     fields = _fields(pid)
     return fields[19] if fields else None
 
 
 def boot_id() -> str:
-    """Identity of this start of the machine: pids and births mean nothing after the next."""
+    """Identifies this boot of the machine: pids and start times are only valid within it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -55,7 +55,7 @@ def children(parent: int) -> list[int]:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Children, their children, and so on, whatever sessions they are in."""
+    """Children, their children, and so on, in any session."""
     parents = {pid: int(fields[1]) for pid, fields in _all()}
     found = [ancestor]
     for known in found:
@@ -64,9 +64,9 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def leads_hidden_session(pid: int) -> bool:
-    """Whether a process that /proc hides from this user (mount option hidepid) lives and leads a session of its own.
+    """Whether a process that /proc hides from this user (mount option hidepid) is alive and leads a session.
 
-    For a process that we started: it can be signalled though it cannot be read.
+    For processes that we started: they can be signalled although /proc does not show them.
     """
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/stat").read_text()
@@ -83,12 +83,10 @@ def _all() -> list[tuple[int, list[str]]]:
 
 
 def _fields(pid: int) -> list[str] | None:
-    """/proc/PID/stat of a live process after the command's name: state, parent, group, session, ...
+    """/proc/PID/stat of a live process after the command name: state, parent, group, session, ...
 
-    None for a dead one, and for another user's where /proc is mounted with hidepid.
-
-    The first thread of a killed process is a zombie while the last one still gives back its memory, and holds its
-    ports until that is done.
+    None for a dead process, and for another user's where /proc is mounted with hidepid. A zombie with more than one
+    thread is alive: its last thread is still freeing memory and holds the ports.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -99,19 +97,19 @@ def _fields(pid: int) -> list[str] | None:
 
 
 def import_path() -> dict[str, str]:
-    """Environment in which Python imports this project first, and nothing from the folder that it is started in."""
-    # An empty entry stands for that folder.
+    """Environment in which Python imports this project first, and nothing from the current folder."""
+    # An empty entry means the current folder.
     others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), *others]), "PYTHONSAFEPATH": "1"}
 
 
 def parent_here() -> dict[str, str]:
-    """For the environment of a child that must not outlive this process; it follows once it imports `drafter`."""
+    """Environment of a child that must not outlive this process; takes effect once the child imports `drafter`."""
     return {PARENT: str(os.getpid())}
 
 
 def follow_parent() -> None:
-    """From here on the death of the process that started this one, even by SIGKILL, asks this one to stop."""
+    """From now on this process gets SIGTERM when the process that started it dies, even by SIGKILL."""
     if parent := os.environ.pop(PARENT, None):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(parent):
@@ -120,7 +118,7 @@ def follow_parent() -> None:
 
 def send(pids: Iterable[int], signum: int) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what sudo started is root's
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # processes started by sudo belong to root
             os.kill(pid, signum)
 
 
@@ -130,21 +128,21 @@ def _send_group(leader: int, signum: int) -> None:
 
 
 def end_session(leader: int, seconds: float) -> list[int]:
-    """Ask the leader to stop, then what outlives it; kill what is left after `seconds`. What even that left alive.
+    """Ask the leader to stop, then its remaining processes; kill them after `seconds`. Returns those still alive.
 
-    Asked again every REMIND_SECONDS: vLLM loses a signal that comes while it boots.
+    SIGTERM is repeated every REMIND_SECONDS, since vLLM loses a signal that arrives while it boots.
     """
     deadline = time.monotonic() + seconds
     asked: dict[bool, float] = {}  # whether the leader lived -> when
     while living := members(leader) or [leader] * leads_hidden_session(leader):
-        with contextlib.suppress(ChildProcessError):  # not our child when another process started it
+        with contextlib.suppress(ChildProcessError):  # started by another process
             os.waitpid(leader, os.WNOHANG)
         now, led = time.monotonic(), leader in living
         if now > deadline + KILL_SECONDS:
             break
         if now > deadline:
             send(living, signal.SIGKILL)
-            _send_group(leader, signal.SIGKILL)  # also workers that /proc hides
+            _send_group(leader, signal.SIGKILL)  # reaches workers that /proc hides
         elif led not in asked or now >= asked[led] + REMIND_SECONDS:
             send([leader] if led else living, signal.SIGTERM)
             asked[led] = now
@@ -153,17 +151,17 @@ def end_session(leader: int, seconds: float) -> list[int]:
 
 
 class NoProgram(ConfigError):
-    """A command's program is not on this machine, or this user may not run it."""
+    """The program of a command does not exist, or this user may not run it."""
 
 
 class TimedOut(ResumableError):
-    """A command did not end in time, and was killed."""
+    """A command did not end in time and was killed."""
 
 
 def run(line: list[str], timeout: float | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, its output captured as text, in a session of its own that never outlives the call.
+    """Run a command to its end and capture its output as text. Its session never outlives the call.
 
-    Ctrl-C on the terminal does not reach it, and bytes that are no UTF-8 are replaced. Raises NoProgram, TimedOut.
+    Ctrl-C on the terminal does not reach it. Bytes that are not UTF-8 are replaced. Raises NoProgram, TimedOut.
     """
     return run_all([line], timeout, **options)[0]
 
@@ -171,7 +169,7 @@ def run(line: list[str], timeout: float | None = None, **options: Any) -> subpro
 def run_all(
     lines: list[list[str]], timeout: float | None = None, **options: Any
 ) -> list[subprocess.CompletedProcess[str]]:
-    """`run` for several commands side by side; what ends the call early ends all of them."""
+    """`run` for several commands in parallel; if the call ends early, all of them are killed."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     text = {"encoding": "utf-8", "errors": "replace"}
     started: list[subprocess.Popen] = []

@@ -1,4 +1,4 @@
-"""How far a stage is: a bar or a line for the user, and a file for `status` and the report."""
+"""Progress of a stage: a bar or a line for the user, and a file for `status` and the report."""
 
 import contextlib
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 log = logging.getLogger("drafter")
 
-RECORDS = "progress.jsonl"  # in the folder of a stage that counts rows
+RECORDS = "progress.jsonl"  # in the stage folder
 
 
 class Progress:
-    """A tqdm bar on a terminal, a plain line every 30 s elsewhere; for programs, every 30 s a line of `record`."""
+    """A tqdm bar on a terminal, elsewhere a plain line every 30 s; also every 30 s a line in the file `record`."""
 
     def __init__(
         self,
@@ -25,9 +25,9 @@ class Progress:
         at_once: int = 0,
         record: Path | None = None,
     ):
-        """The clock starts with the first that is done: what came before, an engine that warms up, is no measure.
+        """The rate is measured from the first completed item, so warm-up does not count.
 
-        Of `at_once` that run side by side the shortest end first: until all have, nothing is known of the end.
+        There is no ETA until `at_once` items are done: with that many in flight the short ones finish first.
         """
         self.total, self.unit, self.done, self.every, self.at_once = total, unit, done, every, at_once
         self._file = record
@@ -41,13 +41,13 @@ class Progress:
             self._bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
 
     def skip(self, count: int = 1) -> None:
-        """So many are done, and no measure of the rate."""
+        """Count items as done without counting them in the rate."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
 
     def advance(self, count: int = 1, **facts: Any) -> None:
-        """`facts` are shown as they are: rate of tokens, in flight, failures by reason."""
+        """Count items as done. `facts` are shown with them: token rate, requests in flight, failures by reason."""
         self.done += count
         self._first = self._first or (self.done, time.monotonic())
         if self._bar is not None:
@@ -60,7 +60,7 @@ class Progress:
                 log.info("%s", self.line(**facts))
 
     def _record(self) -> None:
-        """Add a line to the file of this stage's progress, which work does not depend on."""
+        """Append a line to `record`; the stage goes on if that fails."""
         if self._file:
             line = json.dumps(
                 {"at": round(time.time(), 1), "done": self.done, "total": self.total, "unit": self.unit}

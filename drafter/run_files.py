@@ -1,7 +1,4 @@
-"""Schemas of a run's JSON files, as far as other programs read them.
-
-Unlisted fields may be anything. Numbers are bounded so that they can be shown as a time, a count or a size.
-"""
+"""Schemas of a run's JSON files: the fields that other programs read, with bounds that keep them displayable."""
 
 from typing import Annotated, Any, NotRequired
 
@@ -27,7 +24,7 @@ class Process(TypedDict, total=False):
 
 
 class StageRecord(TypedDict, total=False):
-    """What the pipeline noted of a stage."""
+    """What the pipeline recorded of a stage."""
 
     status: str
     started: Moment
@@ -37,7 +34,7 @@ class StageRecord(TypedDict, total=False):
 
 
 class Deadline(TypedDict):
-    """When 01b is to stop: as it was given on the command line, and the moment that it meant."""
+    """When 01b must stop: as given on the command line, and as a timestamp."""
 
     given: str
     at: Moment
@@ -103,8 +100,8 @@ class Generation(TypedDict, total=False):
 class Facts(TypedDict, total=False):
     generation: Generation  # of 01b
     steps: Count  # of 04
-    deadline: Moment  # of 01b, when it ended by it with requests left
-    requests: Count  # of 01b, that it had then
+    deadline: Moment  # of 01b, if it ended 01b with requests left
+    requests: Count  # of 01b, that it had at its deadline
     best: str
 
 
@@ -187,7 +184,7 @@ Headline = TypedDict("Headline", NAMES | dict.fromkeys(FIGURES, Figure))
 
 
 class Unit(TypedDict):
-    """What one drafter did, or was left out of, in one cell."""
+    """One drafter on one prompt set in one cell."""
 
     drafter: str
     prompt_set: str
@@ -239,7 +236,7 @@ class Acceptance(TypedDict):
 
 
 class Load(TypedDict):
-    """How long one measurement took."""
+    """Duration of one measurement."""
 
     concurrency: Count
     prompts: Count

@@ -1,7 +1,7 @@
-"""Who may work on a run: its pipeline, or a stage by hand, and nobody in a folder that another stage reads.
+"""Who may work on a run: its pipeline or manual stages, and no process in a folder that another stage reads.
 
-A stage holds the lock of its own folder, and reads the folders of the stages before it under theirs. The pipeline
-holds the lock of the run's folder and of every folder it takes from another run.
+A stage holds the lock of its own folder and read locks of its input folders. The pipeline holds the lock of the run's
+folder and read locks of the folders that it takes from other runs.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from drafter.errors import ConfigError
 log = logging.getLogger("drafter")
 
 PIPELINE = "run_pipeline.sh"
-STOP_SECONDS = 150  # a stage of a killed pipeline has been asked to stop, and saves first
+STOP_SECONDS = 150  # a stage of a killed pipeline was asked to stop and saves first
 
 
 @contextlib.contextmanager
@@ -28,11 +28,11 @@ def stage(
     reads: tuple[StageName, ...],
     own: Callable[[str, list[Path]], contextlib.AbstractContextManager] | None = None,
 ) -> Iterator[None]:
-    """Work as a stage, reading the folders of the stages `reads`. What killed calls left in its folder is removed.
+    """Work as a stage that reads the folders of the stages `reads`; removes what killed calls left in its own folder.
 
-    `own` locks and sweeps the folder of a stage that several processes may divide among them; it takes who works
-    there and what that reads. Raises ConfigError, and has written nothing, while a pipeline that did not start this
-    process works on the run, or another process works in the stage's folder, reads it, or works in one of `reads`.
+    `own(who, reads)` locks and sweeps the folder of a stage that several processes may share. Raises ConfigError
+    before anything is written while a pipeline that did not start this process works on the run, or another process
+    works in the stage's folder, reads it, or works in one of `reads`.
     """
     folder, run_dir = config.run_dir / name, config.run_dir
     with contextlib.ExitStack() as held:
@@ -46,14 +46,14 @@ def stage(
             if reader := _reader(config, folder):
                 raise ConfigError(f"another process is reading {folder}{reader}; wait for it or stop it") from None
             raise
-        refuse_beside_pipeline(run_dir, name)  # one that began since
+        refuse_beside_pipeline(run_dir, name)  # a pipeline may have started meanwhile
         if own is None:
             files.sweep(folder)
         yield
 
 
 def _reader(config: Config, folder: Path) -> str:
-    """The stage, of any run, that reads a folder and works now; empty where none is found."""
+    """The running stage of any run that reads a folder, for a message; empty when none is found."""
     for name in STAGES:
         for other in config.run.dir.glob(f"*/{name}"):
             for place in workers(other):
@@ -68,17 +68,16 @@ def refuse_beside_pipeline(run_dir: Path, name: str) -> None:
         return
     if locks.in_use(run_dir, locks.LOCK_SECONDS):
         raise ConfigError(
-            f"{name} cannot run by hand now: another process is working in {run_dir}{locks.describe(run_dir)}; "
+            f"{name} cannot run manually now: another process is working in {run_dir}{locks.describe(run_dir)}; "
             "wait for it or stop it"
         )
 
 
 @contextlib.contextmanager
 def pipeline(config: Config) -> Iterator[None]:
-    """Work as the run's pipeline.
+    """Work as the run's pipeline; waits for a stage of a killed pipeline to end.
 
-    Raises ConfigError while another process does, or a stage by hand works on the run. A stage that a killed
-    pipeline had started is waited for.
+    Raises ConfigError while another pipeline or a manual stage works on the run.
     """
     run_dir = config.run_dir
     with contextlib.ExitStack() as held:
@@ -103,7 +102,7 @@ def _wait_for_stage(folder: Path) -> None:
                 f"another process is working in {busy[0]}{locks.describe(busy[0])}; wait for it or stop it"
             )
         if not said:
-            log.info("waiting for a stage of a pipeline that was killed%s to stop", locks.describe(busy[0]))
+            log.info("waiting until a stage of a killed pipeline%s has stopped", locks.describe(busy[0]))
             said = True
         signals.raise_if_received()
         time.sleep(0.2)
@@ -121,9 +120,9 @@ def busy_folders(run_dir: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def removing(run_dir: Path, name: str) -> Iterator[None]:
-    """Hold a run and one of its folders so that it can be removed.
+    """Lock a run and one of its folders so that the folder can be deleted.
 
-    Raises ConfigError while the run's pipeline or any of its stages works, or another process reads the folder.
+    Raises ConfigError while the run's pipeline or a stage works, or another process reads the folder.
     """
     with locks.locked(run_dir, "drafter.disk clean"), locks.locked(run_dir / name, "drafter.disk clean"):
         for stage_name in STAGES:

@@ -1,6 +1,6 @@
-"""Files that a user names: only regular files are opened, and what is read whole has a bound.
+"""Files that a user names: only regular files are opened, and their size is bounded when they are read as a whole.
 
-A named pipe would block for ever and /dev/zero would fill the memory.
+A named pipe would block forever and /dev/zero would fill the memory.
 """
 
 import os
@@ -42,14 +42,14 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most: int = CONFIG_BYTES) -> str:
-    """The whole of a regular UTF-8 file of at most `most` bytes.
+    """The content of a regular UTF-8 file of at most `most` bytes.
 
     Raises ConfigError for a larger one and as `open_regular` does, UnicodeDecodeError, OSError.
     """
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise ConfigError(f"{path} has more than {text.size(most)}; that is not the file meant here")
+        raise ConfigError(f"{path} has more than {text.size(most)}: this is probably the wrong file")
     return content.decode("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Which code made a result. Recorded in manifests, never enforced."""
+"""The versions that made a result: recorded in manifests, never enforced."""
 
 import contextlib
 import importlib.metadata
@@ -14,7 +14,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Python, the packages that matter, and the code's commit. Recorded, never enforced."""
+    """Versions of Python and the main packages, and the commit of this code."""
     result = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

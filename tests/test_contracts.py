@@ -41,7 +41,7 @@ def test_a_row_survives_its_record():
         ({"finish_reason": "abort"}, "finish_reason"),
         ({"surprise": 1}, "surprise"),
         ({"supervised": [[0, 10]]}, "without a token before it"),
-        ({"supervised": [[5, 10]]}, "usage counts 4 tokens of the prompt and 6 written ones"),
+        ({"supervised": [[5, 10]]}, "usage counts 4 prompt tokens and 6 completion tokens"),
         ({"supervised": [[4, 9]]}, "usage counts"),
         ({"supervised": [[4, 6], [7, 10]]}, "usage counts"),
         ({"usage": {"prompt_tokens": 4}}, "usage.completion_tokens"),
@@ -57,7 +57,7 @@ def test_a_contradictory_row_is_refused(changes, said):
 @pytest.mark.parametrize("ids", [list(range(9)), list(range(1, 10)), list(range(12))])
 def test_ids_that_are_not_as_many_as_the_server_counted_are_refused(ids):
     """Seam F3: a missing end or start token, or ids encoded again from text."""
-    with pytest.raises(ContractError, match="usage counts 4 tokens of the prompt and 6 written ones|outside 0"):
+    with pytest.raises(ContractError, match="usage counts 4 prompt tokens and 6 completion tokens|outside 0"):
         contracts.Row.from_record(row(input_ids=ids))
 
 

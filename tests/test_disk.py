@@ -282,8 +282,8 @@ def test_what_no_run_made_is_named_and_left_alone(runs, capsys, tmp_path_factory
     (runs / "notes.txt").write_text("precious")
     assert call(runs, "clean", "--yes") == 0
     said = capsys.readouterr().out
-    assert f"not of a run, left alone: {runs}/my backup\n" in said
-    assert f"not of a run, left alone: {runs}/notes.txt\n" in said
+    assert f"not part of a run, left alone: {runs}/my backup\n" in said
+    assert f"not part of a run, left alone: {runs}/notes.txt\n" in said
     assert f"a link, left alone: {runs}/exported/{STATES} -> {elsewhere}\n" in said
     assert "freed.jsonl" not in said
     assert (runs / "my backup/weights").exists() and (elsewhere / "data").exists()

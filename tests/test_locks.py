@@ -49,7 +49,7 @@ def test_what_stands_in_place_of_a_claim_is_said_and_left_alone(tmp_path, monkey
         "folder": path.mkdir,
         "another user's": lambda: monkeypatch.setattr(os, "open", refuse),
     }[there]()
-    with pytest.raises(ConfigError, match=f"{path}.*; vllm-team is claimed with .*: remove what is there"):
+    with pytest.raises(ConfigError, match=f"{path}.*the lock file of vllm-team: remove it"):
         locks.claimed("vllm-team", "me").__enter__()
     assert other.read_text() == "precious" and not (tmp_path / "none").exists()
 

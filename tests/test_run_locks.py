@@ -116,7 +116,7 @@ def test_no_script_runs_by_hand_beside_its_pipeline(run, name):
     who = f"run_pipeline.sh, process {pipeline.pid} on {socket.gethostname()}"
     assert code == 2
     assert said == (
-        f"{name}: {name} cannot run by hand now: another process is working in {run.run_dir} ({who}); "
+        f"{name}: {name} cannot run manually now: another process is working in {run.run_dir} ({who}); "
         "wait for it or stop it"
     )
 
