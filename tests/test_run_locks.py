@@ -38,7 +38,7 @@ def body(this):
     if this.name == "02_hidden_states":
         from drafter.extract import worklist
 
-        own = partial(worklist.locked, this.folder, worklist.Share())
+        own = partial(worklist.locked_share, this.folder, worklist.Share())
     this.lock(*sys.argv[2].split(), own=own)
     this.begin(["run.seed"])
     print("locked", file=sys.stderr, flush=True)

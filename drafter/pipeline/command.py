@@ -48,6 +48,6 @@ def main(argv: list[str] | None = None) -> int:
             log.info("%s: finished work is kept, %s", Interrupted(code - 128), errors.next_action(None))
         for pipeline in pipelines:
             if pipeline.begun:
-                summarise(pipeline.state, code)
+                summarise(pipeline.record.state, code)
 
     return run_command("run_pipeline.sh", body, conclude)

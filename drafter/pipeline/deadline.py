@@ -1,7 +1,7 @@
-"""The moment when 01b stops generating. HH:MM becomes a moment once a run, which pipeline.json records.
+"""The moment when 01b stops generating. HH:MM is resolved once per run and recorded in pipeline.json.
 
-A call that continues a run with the same HH:MM means the recorded moment, not the same hour of the next day: for as
-long as 01b ended by it, else until CONTINUED_SECONDS after it. Another time, or one with its date, is a new deadline.
+A later call with the same HH:MM means the recorded moment, not the same hour of the next day: always if 01b ended at
+that deadline, else until CONTINUED_SECONDS after it. Another time, or one with a date, is a new deadline.
 """
 
 from datetime import datetime
@@ -25,12 +25,12 @@ class Deadline(NamedTuple):
 
     @property
     def argument(self) -> str:
-        """For the command line of 01b, which must not resolve it again."""
+        """With its date, so that 01b does not resolve it again."""
         return self.moment.astimezone().isoformat(timespec="seconds")
 
 
 def resolve(config: Config, given: str | None, now: datetime) -> Deadline | None:
-    """The deadline that `given` means for this run at `now` (local time). Raises ConfigError for what is no time."""
+    """The deadline that `given` means for this run at `now` (local time). Raises ConfigError for an invalid time."""
     if given is None:
         return None
     noted = checked.read_or_empty(config.run_dir / "pipeline.json", run_files.State).get("deadline")
@@ -42,15 +42,12 @@ def resolve(config: Config, given: str | None, now: datetime) -> Deadline | None
 
 
 def ended_at(manifest: dict[str, Any]) -> float | None:
-    """The deadline, as a timestamp, that ended 01b with requests left; None where none did. `manifest` is 01b's."""
+    """Timestamp of the deadline that ended 01b with requests left, else None. `manifest` is 01b's."""
     return manifest.get("facts", {}).get("deadline") if manifest.get("status") == "partial" else None
 
 
 def is_settled(manifest: dict[str, Any] | None, requests: int, wanted: Deadline | None) -> bool:
-    """Whether 01b ended by its deadline and no more is asked of it now, of so many `requests`.
-
-    More is asked by a later deadline, and by more requests than it had then.
-    """
+    """Whether 01b ended at its deadline and this call asks for no more (a later deadline, more `requests`)."""
     ended = ended_at(manifest or {})
     return (
         ended is not None
@@ -60,10 +57,10 @@ def is_settled(manifest: dict[str, Any] | None, requests: int, wanted: Deadline 
 
 
 def left_undone(manifest: dict[str, Any] | None, plan: dict[str, Any], wanted: Deadline | None) -> str:
-    """What to show of the requests that a deadline left and this call does not ask for; empty without any.
+    """A message about requests that a deadline left and this call does not send; empty without any.
 
-    `plan` is what 01b's own dry run says: prompts that have changed since are asked for. Where it does not know the
-    requests, the hub being asked for them, none are new.
+    `plan` is the summary of 01b's dry run. Changed prompts are sent in any case. If it does not know the number of
+    requests (a hub dataset), none count as new.
     """
     if not plan["pending"] or plan.get("stale") or not is_settled(manifest, plan.get("requests", 0), wanted):
         return ""

@@ -1,4 +1,4 @@
-"""How fast this machine's disk gives back what memory does not hold: 04 reads every state once an epoch."""
+"""Read speed of this machine's disk without the page cache: 04 reads every state once per epoch."""
 
 import os
 import time
@@ -13,11 +13,11 @@ SAMPLE_BYTES = 2 * files.GIB  # at most
 SAMPLE_SECONDS = 2
 READERS = 4  # as train.loader_workers
 CHUNK = 2**24
-LEAST_BYTES = 4 * files.GIB  # a smaller file would mostly come from memory
+LEAST_BYTES = 4 * files.GIB  # a smaller file would mostly be read from memory
 
 
 def bytes_per_second(config: Config) -> float | None:
-    """Of the largest file of the model, where that lies on the disk of the states; None where it does not."""
+    """Read speed of the model's largest file; None unless it is on the disk of the hidden states."""
     folder = config.run.dir
     while not folder.exists():
         folder = folder.parent
@@ -32,9 +32,9 @@ def bytes_per_second(config: Config) -> float | None:
 
 @cache
 def measure(path: Path, least_bytes: int = LEAST_BYTES) -> float | None:
-    """Bytes a second of a file, read by several threads past the page cache; None for one that is too small.
+    """Bytes per second of a file, read by several threads; None for a file smaller than `least_bytes`.
 
-    What the page cache holds of the file is dropped first, of the part that is read alone. Raises OSError.
+    The sample is first dropped from the page cache. Raises OSError.
     """
     whole = path.stat().st_size
     if whole < least_bytes:

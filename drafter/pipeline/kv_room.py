@@ -1,4 +1,4 @@
-"""How many of 01b's requests fit in its server's KV cache, by the unit's flags, and what the others cost."""
+"""How many of 01b's requests fit in its server's KV cache with the unit's flags, and what the others cost."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Room:
 
     @property
     def rate(self) -> float:
-        """Share of the rate with room for all."""
+        """Share of the rate that a cache with room for all requests would give."""
         share = min(self.tokens / self.wanted / self.concurrency, CROWDED[-1][0])
         at = max(1, bisect_left([each[0] for each in CROWDED], share))
         (low, *low_rates), (high, *high_rates) = CROWDED[at - 1], CROWDED[at]
@@ -53,7 +53,7 @@ class Room:
 
 
 def of(config: Config, platform: Profile, flags: Mapping[str, object] | None = None) -> Room | None:
-    """None where the platform's memory or the server's flags are unknown."""
+    """The server's cache; None when the platform's memory or the server's flags are unknown."""
     flags = flags if flags is not None else unit_file.flags_of(config.server("generate"))
     if not platform.gpu_gib or flags is None:
         return None
@@ -62,7 +62,7 @@ def of(config: Config, platform: Profile, flags: Mapping[str, object] | None = N
         dcp, tp = int(flags.get("decode-context-parallel-size", 1)), int(flags.get("tensor-parallel-size", 1))
         utilization, watermark = (float(flags.get(name, usual)) for name, usual in DEFAULTS.items())
         in_flight = min(settings.concurrency, int(flags.get("max-num-seqs", settings.concurrency)))
-    except ValueError:  # a variable of the unit
+    except ValueError:  # a flag that is a variable of the unit
         return None
     try:
         each = kv_cache.bytes_per_token(config.target.model, tp)
@@ -75,21 +75,21 @@ def of(config: Config, platform: Profile, flags: Mapping[str, object] | None = N
 
 
 def advised(config: Config, platform: Profile) -> Room | None:
-    """The same server with ADVICE, where that is faster."""
+    """The same server with the flags of ADVICE, if that is faster; else None."""
     flags = unit_file.flags_of(config.server("generate")) or {}
     now, then = of(config, platform, flags), of(config, platform, {**flags, **ADVICE})
     return then if now and then and then.rate > now.rate * 1.02 else None
 
 
 def lines(config: Config, platform: Profile, work: Range) -> list[str]:
-    """What the plan says of it; `work` are the seconds of 01b."""
+    """The plan's line about the KV cache; `work` is the duration of 01b in seconds."""
     room = of(config, platform)
     if room is None:
         return []
     fit = "all" if room.fitting >= room.concurrency else f"{room.fitting} of"
     text = (
-        f"  KV cache of 01b's server: {room.tokens:,.0f} tokens by its flags, {room.wanted:,.0f} for a request in "
-        f"progress: {fit} {room.concurrency} fit, which leaves {room.rate:.2f} of the rate"
+        f"  KV cache of 01b's server: {room.tokens:,.0f} tokens by its flags, {room.wanted:,.0f} for a running "
+        f"request: {fit} {room.concurrency} fit, which leaves {room.rate:.2f} of the rate"
     )
     if better := advised(config, platform):
         hours = work.typical * room.rate / better.rate / 3600

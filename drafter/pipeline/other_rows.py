@@ -1,6 +1,6 @@
-"""Training goes on with the rows that it was begun with: whether the stages before it are about to make others.
+"""Whether 01b or 02 is about to make other rows than those that 04 was begun with.
 
-Stage 04 refuses those itself, but only once 01b and 02 have spent hours on them.
+Stage 04 refuses other rows itself, but only after 01b and 02 have spent hours on them.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ TRAIN: StageName = "04_train"
 
 
 def refused(config: Config, planned: dict[str, Any], limit: int | None) -> str | None:
-    """Why 04 would not go on after what `planned`, the plan of 01b or 02, says it will make; None where it would.
+    """Why 04 would refuse the rows that `planned`, a dry run of 01b or 02, announces; None when it would not.
 
-    The rows are compared by their `row_set`. None also where one of the two is unknown: a manifest of an earlier
-    version records none. Of a call with a limit, 02 may have taken other rows of those that are there than 01b
-    counts first, so a plan of 01b is judged only when it asks for new ones.
+    The rows are compared by their `row_set`; None also when one of the two is unknown (the manifest of an earlier
+    version has none). With a limit 02 may have taken other finished rows than 01b counts first, so a dry run of 01b
+    is compared only if it will make new rows.
     """
     if {TRAIN, "02_hidden_states"} & config.run.take.keys() or "row_set" not in planned:
         return None
@@ -26,11 +26,11 @@ def refused(config: Config, planned: dict[str, Any], limit: int | None) -> str |
     given = (read_manifest(folder) or {"facts": {}})["facts"].get("row_set")
     if given in (None, planned["row_set"]):
         return None
-    from drafter.train import checkpoint  # needs torch, which a finished run does without
+    from drafter.train import checkpoint  # needs torch, which a finished run does not
 
     if not checkpoint.complete_steps(folder):
         return None
     return (
-        f"{TRAIN} was begun with other rows than these prompts give; use another run.name, or remove {folder} to "
-        "train anew"
+        f"{TRAIN} was begun with other rows than these prompts give; use another run.name, or delete {folder} to "
+        "train from the start"
     )

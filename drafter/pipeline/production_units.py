@@ -1,4 +1,4 @@
-"""The machine during a night: no other run on its units, one server at a time, and afterwards as it was before."""
+"""The machine during a run: its units are claimed, one server holds the GPUs, and at the end it is restored."""
 
 import contextlib
 import logging
@@ -16,31 +16,31 @@ RESTORE_SECONDS = 30
 
 
 class Machine:
-    """The servers of a run's roles. `production` are the units that were active before, and are to be so again."""
+    """The servers of a run's roles. `production` are the units that were active before the run."""
 
     def __init__(self, config: Config):
         self.config = config
         self.roles: dict[Role, Server] = {role: config.server(role) for role in get_args(Role)}
         self.production: set[str] = set()
-        self.restore_owed = False  # by an earlier call, which was killed, or could not give something back
+        self.restore_owed = False  # an earlier call left production units down
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """The units are one run's at a time, of all users. Raises ConfigError naming the other run."""
+        """Claim the units against the runs of all users. Raises ConfigError naming the run that holds one."""
         with contextlib.ExitStack() as held:
             for unit in sorted({own.unit for own in self.roles.values() if own.kind == "systemd"}):
                 held.enter_context(locks.claimed(unit, f"the run in {self.config.run_dir}"))
             yield
 
     def snapshot(self) -> None:
-        """From here on, the units that are active now are to be so afterwards."""
-        if self.restore_owed:  # what is active now may be what that call started
+        """Record the units that are active now as those to restore."""
+        if self.restore_owed:  # the active units may be those that the earlier call started
             return
         systemd_roles = [role for role, own in self.roles.items() if own.kind == "systemd"]
         self.production |= {self.roles[role].unit for role in systemd_roles if roles.alive(self.config, role)}
 
     def bring_up_only(self, wanted: Role | None) -> None:
-        """The wanted role up, every other one that holds the machine down."""
+        """Stop every other role and wait for its GPU memory; then start the wanted role, if any."""
         keep = self.roles[wanted].unit if wanted else None
         others = [role for role, own in self.roles.items() if role != wanted and not (keep and own.unit == keep)]
         stopped = [role for role in others if roles.alive(self.config, role) and roles.stop(self.config, role)]
@@ -50,10 +50,10 @@ class Machine:
             roles.up(self.config, wanted)
 
     def restore(self) -> None:
-        """Every server of ours down, every production unit starting again. What fails is logged, and stays owed.
+        """Stop every server that we started and start the production units. A failure is logged and tried next time.
 
         No signal interrupts this, so its waits are short: at most RESTORE_SECONDS for each server to end, and as
-        much for the GPU memory of all of them together.
+        long for the GPU memory of all of them.
         """
         stopped: list[Role] = []
         for role, own in self.roles.items():
@@ -63,21 +63,21 @@ class Machine:
                 running = own.kind == "command" or roles.alive(self.config, role)
                 if running and roles.stop(self.config, role, at_most=RESTORE_SECONDS):
                     stopped.append(role)
-        with only_logged("before production starts"):
+        with only_logged("GPU memory before production starts"):
             roles.wait_free(self.config, stopped, RESTORE_SECONDS)
         for own in self.roles.values():
             if own.unit in self.production:
-                with only_logged(f"giving back {own.unit}"):
+                with only_logged(f"restoring {own.unit}"):
                     systemd.start(own)
                     if not systemd.is_active(own):
-                        raise ResumableError("it does not start; its journal says why")
+                        raise ResumableError("it does not start, see its journal")
                     self.production.discard(own.unit)
-                    log.info("%s is starting again, as it was before", own.unit)
+                    log.info("%s was active before and is starting again", own.unit)
 
 
 @contextlib.contextmanager
 def only_logged(what: str) -> Iterator[None]:
-    """An error in the block is said, and the night goes on."""
+    """Log an error of the block and go on."""
     try:
         yield
     except Exception as error:

@@ -10,8 +10,8 @@ class Step:
     number: str
     stage: StageName
     script: str
-    role: Role | None = None  # the server it talks to
-    machine: bool = True  # needs the GPUs: no other role may hold them meanwhile
+    role: Role | None = None  # the server it sends requests to
+    machine: bool = True  # needs the GPUs, so every other role is stopped
 
 
 STEPS = (

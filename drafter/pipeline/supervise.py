@@ -1,4 +1,4 @@
-"""One stage beside its server: started, watched, stopped; the server repaired while the stage waits for it."""
+"""Run one stage and watch its server, which is restarted while the stage waits for it."""
 
 import contextlib
 import json
@@ -24,16 +24,16 @@ from drafter.serve.readiness import Cause, Unready
 log = logging.getLogger("drafter")
 
 SAVE_SECONDS = 120  # a stage that was asked to stop has this long to save
-LOOK_SECONDS = {"command": 0.5, "systemd": 5}  # between two looks at a server; sudo logs each one
+CHECK_SECONDS = {"command": 0.5, "systemd": 5}  # between two checks that a server lives; sudo logs each one
 
 
 def run_step(config: Config, role: Role | None, line: list[str], log_file: Path) -> tuple[int, dict]:
-    """Run a stage's command to its end, again after an outage that outlasted its patience.
+    """Run a stage's command to its end, and again after an outage that was longer than the stage waits.
 
-    Its exit code, and the summary it printed. Raises ResumableError when its server was repaired too often, and
-    Interrupted, both after the stage has saved.
+    Returns its exit code and the summary that it printed. Raises ResumableError when its server was restarted too
+    often, and Interrupted, both after the stage has saved.
     """
-    # Another's server is the stage's to wait for, and nobody's to restart.
+    # An external server is never restarted: the stage only waits for it.
     ours = role and config.server(role).kind != "external"
     keeper = Keeper(config, role) if ours else None
     try:
@@ -48,24 +48,24 @@ def run_step(config: Config, role: Role | None, line: list[str], log_file: Path)
 
 
 class Keeper:
-    """The server of a stage: whether it lives and its engine answers; restarted at most `restarts` times."""
+    """Watches the server of a stage and restarts it at most `restarts` times."""
 
     def __init__(self, config: Config, role: Role):
         self.config, self.role = config, role
         self.settings: Server = config.server(role)
         self.repairs = 0
-        self.looked = time.monotonic()
+        self.checked = time.monotonic()
         self.last_output = 0.0  # when the stage last wrote a line
         self.health = HealthThread(config, role, lambda: self.last_output)
 
     def hear(self) -> None:
-        """The stage wrote a line."""
+        """Note that the stage wrote a line."""
         self.last_output = time.time()
 
     def trouble(self) -> Unready | None:
-        """What is wrong with the server, if anything."""
-        if time.monotonic() - self.looked >= LOOK_SECONDS[self.settings.kind]:
-            self.looked = time.monotonic()
+        """Why the server must be restarted, or None."""
+        if time.monotonic() - self.checked >= CHECK_SECONDS[self.settings.kind]:
+            self.checked = time.monotonic()
             try:
                 if not roles.alive(self.config, self.role):
                     return Unready(Cause.NOT_RUNNING, "died")
@@ -75,16 +75,18 @@ class Keeper:
         return Unready(unhealthy.cause, f"is unhealthy ({unhealthy})") if unhealthy else None
 
     def repair(self, trouble: Unready, stage: subprocess.Popen | None = None) -> None:
-        """Restart the server, again when it dies while starting, until it is ready or the stage has ended.
+        """Restart the server, repeatedly if it dies while starting, until it is ready or the stage has ended.
 
-        Raises ResumableError once that happened too often.
+        Raises ResumableError after `restarts` restarts.
         """
         self.health.stop()
         while True:
             self.repairs += 1
             name, allowed = self.role, self.settings.restarts
             if self.repairs > allowed:
-                raise ResumableError(f"server {name} {trouble}, after {allowed} restarts; see its log, run again")
+                raise ResumableError(
+                    f"server {name} {trouble}, after {allowed} restarts; see its log, then run again"
+                )
             log.info("server %s %s: restart %d of at most %d", name, trouble, self.repairs, allowed)
             try:
                 roles.down(self.config, name, hangs=trouble.cause is not Cause.NOT_RUNNING)
@@ -96,10 +98,10 @@ class Keeper:
 
 
 class HealthThread:
-    """Asks the engine for a completion now and then, in a thread: an API can be healthy over one that hangs.
+    """Asks the engine for a completion at intervals: /health can be 200 while the engine hangs.
 
-    A busy server may let it wait in its queue, so it is `unhealthy` only when the stage writes no line either; one
-    that does not even accept a request may be starting again by itself, and has `start_minutes`.
+    A busy server may queue the request, so the server is `unhealthy` only if the stage writes no line either. One
+    that does not accept the request may be restarting by itself and gets `start_minutes`.
     """
 
     def __init__(self, config: Config, role: Role, last_output: Callable[[], float]):
@@ -113,31 +115,31 @@ class HealthThread:
         self._over.set()
 
     def _run(self) -> None:
-        patience, well = self.settings.hang_minutes * 60, time.time()
+        patience, healthy_at = self.settings.hang_minutes * 60, time.time()
         while not self._over.wait(patience / 10):
             try:
                 reason = roles.why_unready(self.config, self.role, patience)
-            except Exception as error:  # this thread must not end before it was told to: then no hang is noticed
+            except Exception as error:  # without this thread a hang would go unnoticed
                 log.info("server %s: its health check failed: %s", self.role, error)
                 reason = Unready(Cause.UNKNOWN, str(error) or repr(error))
             now = time.time()
             if reason is None:
-                well = now
+                healthy_at = now
                 continue
-            well = max(well, self.last_output())
-            if now - well > (patience if reason.cause is Cause.HANGS else self.settings.start_minutes * 60):
+            healthy_at = max(healthy_at, self.last_output())
+            if now - healthy_at > (patience if reason.cause is Cause.HANGS else self.settings.start_minutes * 60):
                 self.unhealthy = reason
                 return
 
 
 def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int, dict]:
-    """Run a stage's command to its end; the stage waits through an outage while its server is repaired."""
+    """Run a stage's command to its end; restart its server when needed, while the stage waits for it."""
     log.info("%s: %s", log_file.stem, shlex.join(line))
-    with contextlib.suppress(OSError):  # the reader below reports it
+    with contextlib.suppress(OSError):  # _copy_lines reports it
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(log_file, "a") as kept:
             kept.write(f"{datetime.now():%H:%M:%S} {BEGINS}{shlex.join(line)}\n")
-    said: list[bytes] = []
+    stdout: list[bytes] = []
     readers: list[threading.Thread] = []
     stage: subprocess.Popen | None = None
     try:
@@ -152,7 +154,7 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
             )
         readers = [
             threading.Thread(target=_copy_lines, args=(stage.stderr, log_file, keeper and keeper.hear), daemon=True),
-            threading.Thread(target=lambda: said.extend(stage.stdout), daemon=True),
+            threading.Thread(target=lambda: stdout.extend(stage.stdout), daemon=True),
         ]
         for reader in readers:
             reader.start()
@@ -170,16 +172,16 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
             process.end_session(stage.pid, 5)
         for reader in readers:
             reader.join(5)
-    summary = _last_json(said)
+    summary = _last_json(stdout)
     if stage.returncode < 0:
         name = signal.Signals(-stage.returncode).name
-        summary = {"error": f"killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")}
-        return 128 - stage.returncode, summary  # as a shell says it
+        summary = {"error": f"killed by {name}" + (", perhaps because memory ran out" if name == "SIGKILL" else "")}
+        return 128 - stage.returncode, summary  # as a shell reports it
     return summary.get("exit_code", stage.returncode), summary
 
 
 def _ask_to_stop(stage: subprocess.Popen, stop: BaseException) -> None:
-    """Let a stage save and end; of one that does not, nothing stays, sessions of its children included."""
+    """Ask a stage to save and end; kill it and all its descendants if it does not."""
     interrupted = isinstance(stop, Interrupted) and stop.exit_code == 128 + signal.SIGINT
     family = [process.identity(pid) for pid in process.descendants(stage.pid)]
     process.send([stage.pid], signal.SIGINT if interrupted else signal.SIGTERM)
@@ -190,10 +192,10 @@ def _ask_to_stop(stage: subprocess.Popen, stop: BaseException) -> None:
 
 
 def _copy_lines(source: Iterable[bytes], log_file: Path, heard: Callable[[], None] | None = None) -> None:
-    """Show a stage's output as it comes, and keep it in its log.
+    """Show a stage's output as it comes and append it to its log.
 
-    Where the log or the terminal cannot be written, that is reported once and the reading goes on: a stage whose
-    output is not read stops at a full pipe.
+    If the log or the terminal cannot be written, report it once and go on reading, since a stage blocks on a full
+    pipe.
     """
     fault: OSError | None = None
     reported = False
@@ -208,7 +210,7 @@ def _copy_lines(source: Iterable[bytes], log_file: Path, heard: Callable[[], Non
             try:
                 if kept:
                     kept.write(line if line.endswith(b"\n") else line + b"\n")
-            except OSError as error:  # tried again with the next line: a disk may have room again
+            except OSError as error:  # the next line is tried again: the disk may have room by then
                 fault = error
             if fault and not reported:
                 log.info("%s cannot be written (%s); the stage's output is only shown", log_file, fault.strerror)

@@ -1,8 +1,8 @@
-"""torchrun with the manners of a stage: what a rank says and its exit code, and no traceback of the launcher's own.
+"""torchrun that behaves like a stage: the output and the exit code of the ranks, without the launcher's traceback.
 
     python -m drafter.pipeline.torchrun --standalone --nproc-per-node 8 04_train.py --config FILE
 
-A signal goes on to every rank, which saves and ends by itself; torchrun's own way gives them 30 s.
+Signals are forwarded to every rank, which saves and ends; torchrun itself would kill the ranks after 30 s.
 """
 
 import logging
@@ -18,13 +18,13 @@ from drafter import process, signals
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of the first rank that failed, as a shell says it."""
-    logging.disable()  # the ranks say what happened, as every stage does
+    """Exit code of the first rank that failed, as a shell reports it."""
+    logging.disable()  # the ranks report errors like every stage
     args = run.parse_args(arguments)
-    args.signals_to_handle = "SIGQUIT"  # the others are ours
+    args.signals_to_handle = "SIGQUIT"  # the others are handled here
     for signum in signals.wanted():
         signal.signal(signum, _forward)
-    os.environ |= process.parent_here()  # ranks are in sessions of their own
+    os.environ |= process.parent_here()  # each rank leads its own session
     try:
         run.run(args)
     except SignalException as stop:

@@ -11,14 +11,14 @@ ROWS = 64
 
 
 def measure(config: Config) -> None:
-    """Measure this machine: 01b, 02 and 04 on some rows, in a run of which only the manifests stay, for the plan.
+    """Run 01b, 02 and 04 on a few rows, in a run of which only the manifests and configs are kept, for the plan.
 
-    What the run takes from other runs stays theirs. Raises ResumableError when a stage fails, ConfigError while the
-    run itself is working: it has the machine.
+    Folders taken from other runs are not touched. Raises ResumableError when a stage fails, and ConfigError while the
+    run itself uses the machine.
     """
     path, overrides = config.origin
     short = load(path, [*overrides, f"run.name={config.run.name}-probe", "train.epochs=1"])
-    rows = max(ROWS, 2 * config.generate.concurrency)  # fewer would not fill the server for long
+    rows = max(ROWS, 2 * config.generate.concurrency)  # fewer would not keep the server full
     with locks.locked(config.run_dir, f"{run_locks.PIPELINE} --plan --probe"):
         if code := Pipeline(short, STEPS[:3], rows, None).run():
             raise ResumableError(f"the probe ended with exit code {code}: see {short.run_dir / 'logs'}")

@@ -381,7 +381,7 @@ def test_it_is_known_whether_this_user_may_rename_and_delete_what_the_server_wri
         os.chmod(place, 0o755)
         said = as_user(
             ME, ME, groups, umask,
-            lambda: "; ".join(sharing.sharing(states, "u", {"User": WRITER, "UMask": f"{unit_umask:04o}"})),
+            lambda: "; ".join(sharing.permission_findings(states, "u", {"User": WRITER, "UMask": f"{unit_umask:04o}"})),
         )  # fmt: skip
 
         def publish():
@@ -457,7 +457,7 @@ def test_a_link_that_cannot_be_made_is_found(load, machine, tmp_path):  # noqa: 
     (tmp_path / "taken").mkdir()
     unit = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
     (finding,) = found(load(*unit, f"servers.extract.link={tmp_path / 'taken'}"))
-    assert "cannot be made a link" in finding
+    assert "cannot be replaced by a link" in finding
 
 
 def test_a_unit_that_captures_too_few_layers_is_found_before_it_is_started(monkeypatch, tmp_path):

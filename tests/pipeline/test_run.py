@@ -126,8 +126,8 @@ def night(tmp_path, model):
 def test_the_untrained_warm_start_is_served_before_a_night_that_depends_on_it(tmp_path, model, monkeypatch):
     """X02: a drafter that the engine loads and accepts nothing from costs minutes, not the night."""
     called = []
-    monkeypatch.setattr(pipeline.Pipeline, "plan", lambda _self, step, *verbs: {"pending": not called})
-    monkeypatch.setattr(production_units.Machine, "only", lambda _self, role: called.append(role))
+    monkeypatch.setattr(pipeline.Pipeline, "dry_run", lambda _self, step, *verbs: {"pending": not called})
+    monkeypatch.setattr(production_units.Machine, "bring_up_only", lambda _self, role: called.append(role))
     refused = (1, {"error": "accepts nothing", "smoke": None})
     monkeypatch.setattr(
         pipeline.Pipeline, "_watch", lambda _s, step, *verbs: called.append((step.number, *verbs)) or refused
@@ -136,7 +136,7 @@ def test_the_untrained_warm_start_is_served_before_a_night_that_depends_on_it(tm
     def smoke(numbers: tuple[str, ...], *overrides: str) -> tuple[int, str]:
         run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", *overrides])
         night = pipeline.Pipeline(run, tuple(s for s in pipeline.STEPS if s.number in numbers), None, None)
-        return night._smoke(), night.state["status"]
+        return night._smoke_test(), night.record.state["status"]
 
     warm, night = f"train.warm_start={tmp_path}", ("02", "04", "05", "06")
     for numbers, overrides in ((night, []), (("04",), [warm]), (night, [warm, "acceptance.smoke=false"])):
@@ -177,7 +177,7 @@ def test_prompts_become_a_measured_drafter_on_real_vllm_and_a_second_run_does_no
 
     files = {path: path.stat().st_mtime_ns for path in run_dir.glob("0*/**/*") if path.is_file()}
     second = run("--limit", "16")
-    assert second.returncode == 0 and "nothing was done" in second.stderr
+    assert second.returncode == 0 and "is complete, nothing to do" in second.stderr
     assert files == {path: path.stat().st_mtime_ns for path in run_dir.glob("0*/**/*") if path.is_file()}
     shown = run("status").stdout
     assert "run smollm2_cpu: complete" in shown and all(name in shown for name in STAGES)
@@ -197,7 +197,7 @@ def test_the_whole_chain_runs_and_a_second_run_does_nothing_and_says_so(night):
     assert night.done() == STAGES
     assert json.loads(out)["status"] == "complete" and night.leftovers() == []
     code, out, err = night.run()
-    assert code == 0 and "nothing was done" in err and "is starting" not in err
+    assert code == 0 and "is complete, nothing to do" in err and "is starting" not in err
 
 
 def hour(moment: datetime) -> str:
@@ -333,7 +333,7 @@ def test_rows_that_training_was_not_begun_with_are_refused_before_anything_start
     assert code == 2 and ".py --config" not in err and "is starting" not in err, err
     [line] = [line for line in err.splitlines() if line.startswith("run_pipeline.sh: ")]
     assert "04_train was begun with other rows than these prompts give" in line
-    assert f"use another run.name, or remove {folder} to train anew" in line
+    assert f"use another run.name, or delete {folder} to train from the start" in line
     assert stamps == {path: path.stat().st_mtime_ns for path in night.run_dir.glob("0*/manifest.json")}
     assert night.run("--only", stage.partition("_")[0], **asked)[0] == 0, "04 is not asked"
     train_on(night, "other")
@@ -352,7 +352,7 @@ def test_the_page_of_a_dry_run_shows_that_training_was_begun_with_other_rows(nig
 
 def test_a_stage_that_the_kernel_kills_has_the_shells_exit_code(night):
     assert night.run("--only", "05", _05_export="killed")[0] == 137
-    assert night.state()["error"] == "killed by SIGKILL, perhaps for want of memory"
+    assert night.state()["error"] == "killed by SIGKILL, perhaps because memory ran out"
 
 
 @pytest.mark.parametrize(
@@ -663,38 +663,39 @@ def test_a_stages_time_goes_on_after_a_kill_and_begins_anew_without_its_folder(m
     log.parent.mkdir(parents=True)
     log.touch()
     running = {"status": "running", "started": log.stat().st_mtime - 60, "seconds": 600}
-    night.state["stages"] = {step.stage: running}
-    night._save()
+    night.record.state["stages"] = {step.stage: running}
+    night.record.save()
     state = json.loads(pipeline.state_path(night.config).read_text()) | {"birth": "1"}
     files.write_json(pipeline.state_path(night.config), state)
     following = made()
-    following._remember()
-    assert following.state["stages"][step.stage] == running | {"status": "interrupted", "seconds": 660}
-    assert following._seconds(step) == 0
+    following.record.take_over()
+    assert following.record.state["stages"][step.stage] == running | {"status": "interrupted", "seconds": 660}
+    assert following.record.seconds(step) == 0
     manifest = night.config.stage_dir(step.stage) / "manifest.json"
     files.write_json(manifest, {"status": "interrupted"})
-    assert following._seconds(step) == 660
+    assert following.record.seconds(step) == 660
 
 
 def test_a_stage_without_its_input_is_refused_and_never_noted_as_done(made, monkeypatch):
     """Law 7: with nothing to read it has no row left, and once passed for complete."""
-    monkeypatch.setattr(pipeline.Pipeline, "plans", lambda _self, steps, *_: [{"pending": 0}] * len(steps))
+    monkeypatch.setattr(pipeline.Pipeline, "dry_runs", lambda _self, steps, *_: [{"pending": 0}] * len(steps))
     for begun in (False, True):
         night = made()
         night.steps = pipeline.STEPS[1:2]
         if begun:
-            night.state["stages"] = {"02_hidden_states": {"status": "complete"}}
-            night._save()
+            night.record.state["stages"] = {"02_hidden_states": {"status": "complete"}}
+            night.record.save()
         with pytest.raises(ConfigError, match="02_hidden_states needs 01b_synthetic, which has not run"):
             night.run()
         assert night.config.run_dir.exists() == begun
-    assert night.state["status"] == "failed" and night.state["stages"] == {}, "nor is it what an earlier call noted"
+    assert night.record.state["status"] == "failed"
+    assert night.record.state["stages"] == {}, "the record of an earlier call is not kept either"
 
 
 @pytest.mark.parametrize(("status", "left"), [("complete", 0), ("running", 1), ("failed", 1), ("partial", 1)])
 def test_a_stage_is_done_when_it_has_said_so_itself(made, monkeypatch, status, left):
     """R02: one that is killed after its last row has its manifest left to write."""
-    monkeypatch.setattr(pipeline.Pipeline, "plans", lambda _self, steps, *_: [{"pending": 0}] * len(steps))
+    monkeypatch.setattr(pipeline.Pipeline, "dry_runs", lambda _self, steps, *_: [{"pending": 0}] * len(steps))
     night = made()
     files.write_json(night.config.stage_dir("02_hidden_states") / "manifest.json", {"status": status, "question": {}})
     assert night.pending(pipeline.STEPS[1]) == left
@@ -703,12 +704,12 @@ def test_a_stage_is_done_when_it_has_said_so_itself(made, monkeypatch, status, l
 def test_what_has_not_begun_is_planned_anew_and_what_is_done_keeps_its_plan(made):
     def planned(*overrides: str, limit: int | None = None) -> tuple[str, list[int], list[float]]:
         night = made(*overrides)
-        night.limit, night.state["stages"] = limit, {"01b_synthetic": {"status": "complete"}}
-        night._expect()
+        night.limit, night.record.state["stages"] = limit, {"01b_synthetic": {"status": "complete"}}
+        night.record.write_plan(night.limit)
         plan = json.loads((night.config.run_dir / "plan.json").read_text())
         seconds = [plan[name]["seconds"]["typical"] for name in STAGES[:2]]
         return (
-            night.state["stages"]["01b_synthetic"]["status"],
+            night.record.state["stages"]["01b_synthetic"]["status"],
             [plan[name]["conversations"] for name in STAGES],
             seconds,
         )
@@ -729,13 +730,13 @@ def test_a_copied_run_does_not_give_back_what_the_original_owes(night, tmp_path)
     state = pipeline.Pipeline(original, pipeline.STEPS, None, None)
     original.run_dir.mkdir(parents=True)
     state.machine.production = {"vllm-team"}
-    state._save()
+    state.record.save()
     copy = config.load(CPU_CONFIG, [*night.overrides, "run.name=copy"])
     shutil.copytree(original.run_dir, copy.run_dir)
     owed = {}
     for each in (original, copy):
         following = pipeline.Pipeline(each, pipeline.STEPS, None, None)
-        following._remember()
+        following.record.take_over()
         owed[each.run.name] = following.machine.production
     assert owed == {"smollm2_cpu": {"vllm-team"}, "copy": set()}
 
@@ -756,10 +757,10 @@ def test_a_unit_that_a_killed_call_started_is_not_taken_for_production(night, mo
     sets = [f"servers.{role}.{what}" for role, unit in roles.items() for what in ("kind=systemd", f"unit={unit}")]
     run_config = config.load(CPU_CONFIG, [*night.overrides, *sets])
     killed = pipeline.Pipeline(run_config, pipeline.STEPS, None, None)
-    killed.state["status"], killed.machine.production = status, owed
-    killed._save()
+    killed.record.state["status"], killed.machine.production = status, owed
+    killed.record.save()
     following = pipeline.Pipeline(run_config, pipeline.STEPS, None, None)
-    following._remember()
+    following.record.take_over()
     following.machine.snapshot()
     assert following.machine.production == remembered
 
@@ -852,7 +853,7 @@ def made(tmp_path, model, monkeypatch):
     """Makes a pipeline of this process whose first stage has something to do."""
     monkeypatch.setattr(locks, "CLAIMS", tmp_path)
     monkeypatch.setattr(locks, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(pipeline.Pipeline, "plans", lambda _self, steps, *_: [{"pending": 1}] * len(steps))
+    monkeypatch.setattr(pipeline.Pipeline, "dry_runs", lambda _self, steps, *_: [{"pending": 1}] * len(steps))
 
     def make(*overrides: str) -> pipeline.Pipeline:
         run = config.load(CPU_CONFIG, [f"run.dir={tmp_path / 'runs'}", *overrides])
