@@ -25,10 +25,10 @@ def shared_folder(config: Config) -> Iterator[str]:
             yield f"servers.extract.link: {absent} does not exist"
     elif own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
         yield f"servers.extract.link: {own.link} cannot be replaced by a link; move it away, or chmod its folder"
-    yield from permission_findings(states, own.unit, systemd.properties(own))
+    yield from permissions(states, own.unit, systemd.properties(own))
 
 
-def permission_findings(folder: Path, unit: str, properties: dict[str, str]) -> Iterator[str]:
+def permissions(folder: Path, unit: str, properties: dict[str, str]) -> Iterator[str]:
     """As `shared_folder`, for the folder that the unit writes in; `properties` are those that systemd reports."""
     try:
         writer = pwd.getpwnam(properties.get("User") or "root")

@@ -29,7 +29,7 @@ def test_other_rows_are_refused_whether_they_are_there_or_to_be_made(run):
     for planned in (plan(), plan(pending=0, stale="of other prompts"), plan("02_hidden_states")):
         refusal = other_rows.refused(run, planned, None)
         assert refusal.startswith("04_train was begun with other rows than these prompts give")
-        assert "use another run.name" in refusal and f"remove {run.stage_dir('04_train')}" in refusal
+        assert "use another run.name" in refusal and f"delete {run.stage_dir('04_train')}" in refusal
     assert other_rows.refused(run, plan(row_set="first"), None) is None
 
 

@@ -381,7 +381,7 @@ def test_it_is_known_whether_this_user_may_rename_and_delete_what_the_server_wri
         os.chmod(place, 0o755)
         said = as_user(
             ME, ME, groups, umask,
-            lambda: "; ".join(sharing.permission_findings(states, "u", {"User": WRITER, "UMask": f"{unit_umask:04o}"})),
+            lambda: "; ".join(sharing.permissions(states, "u", {"User": WRITER, "UMask": f"{unit_umask:04o}"})),
         )  # fmt: skip
 
         def publish():
