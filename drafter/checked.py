@@ -6,6 +6,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, NotRequired, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -70,14 +71,15 @@ def record_of(cls: type) -> Any:
     """The type of the records that `cls`, a dataclass, is made from; fields with a default may be missing."""
     hints = {name: _nested(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
     optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
-    return CLOSED(TypedDict(cls.__name__, {n: NotRequired[t] if n in optional else t for n, t in hints.items()}))
+    made: Any = TypedDict  # called with computed fields, which is no declaration to a type checker
+    return CLOSED(made(cls.__name__, {n: NotRequired[t] if n in optional else t for n, t in hints.items()}))
 
 
 def _nested(hint: Any) -> Any:
     """`hint` with dataclasses, also in lists, replaced by their record types."""
     if get_origin(hint) is list:
-        return list[_nested(get_args(hint)[0])]
-    return record_of(hint) if is_dataclass(hint) else hint
+        return GenericAlias(list, (_nested(get_args(hint)[0]),))
+    return record_of(hint) if isinstance(hint, type) and is_dataclass(hint) else hint
 
 
 def _parse(content: bytes) -> Any:

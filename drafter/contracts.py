@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, get_args
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -16,7 +16,8 @@ from drafter.errors import ContractError
 
 SCHEMA = 1  # of rows, hidden-state files and the index; part of every fingerprint
 
-FINISH_REASONS = ("stop", "length", "tool_calls", "replay")
+FinishReason = Literal["stop", "length", "tool_calls", "replay"]
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 REJECT_REASONS = (
     "no_user_turn",  # no turn for the model to answer
@@ -50,6 +51,7 @@ class Usage(TypedDict):
 
     prompt_tokens: Count
     completion_tokens: Count
+    reasoning_tokens: NotRequired[int | None]
 
 
 def content_id(value: Any) -> str:
@@ -101,7 +103,7 @@ class Row:
     think_end: Count | None
     reasoning: str | None
     content: str | None
-    finish_reason: Literal[FINISH_REASONS]
+    finish_reason: FinishReason
     sampling: dict[str, Any]
     usage: Usage
     model: str

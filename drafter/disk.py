@@ -122,7 +122,7 @@ def _judge(run: Path, name: str, config: Config, needed: dict[Path, str]) -> tup
 
 def _needed(runs: list[Path]) -> dict[Path, str]:
     """Folders that unfinished runs take from others, each with the name of such a run."""
-    found = {}
+    found: dict[Path, str] = {}
     for run in runs:
         taken: dict[str, str] = {}
         for name in STAGES:

@@ -89,7 +89,8 @@ class Resolved(TypedDict):
     acceptance: NotRequired[Asked]
 
 
-Plan = OPEN(TypedDict("Plan", dict.fromkeys(STAGES, Planned), total=False))  # plan.json
+PlanByStage: Any = TypedDict("PlanByStage", dict.fromkeys(STAGES, Planned), total=False)  # type: ignore[misc]  # computed names
+Plan = OPEN(PlanByStage)  # plan.json
 
 
 class Generation(TypedDict, total=False):
@@ -105,26 +106,25 @@ class Facts(TypedDict, total=False):
     best: str
 
 
-Manifest = OPEN(
-    TypedDict(
-        "Manifest",  # manifest.json of a stage
-        {
-            "status": str,
-            "in": Count,
-            "out": Count,
-            "rejected": dict[str, Count],
-            "pending": Count,
-            "seconds": Seconds,
-            "started": str,
-            "updated": str,
-            "facts": Facts,
-            "versions": dict[str, str],
-            "error": str,
-            "process": Process,
-        },
-        total=False,
-    )
+ManifestFields = TypedDict(  # "in" is no name of a class's field
+    "ManifestFields",
+    {
+        "status": str,
+        "in": Count,
+        "out": Count,
+        "rejected": dict[str, Count],
+        "pending": Count,
+        "seconds": Seconds,
+        "started": str,
+        "updated": str,
+        "facts": Facts,
+        "versions": dict[str, str],
+        "error": str,
+        "process": Process,
+    },
+    total=False,
 )
+Manifest = OPEN(ManifestFields)  # manifest.json of a stage
 
 
 class Judged(TypedDict):
@@ -177,10 +177,19 @@ class Indexed(TypedDict):
     row_tokens: Count
 
 
-FIGURES = ("acceptance_length", "low", "high", "tokens_per_second", "speed_up")
-FIGURES += ("difference", "difference_low", "difference_high")
-NAMES = {"verdict": str, "recommended": str | None, "drafter": str, "baseline": str | None}
-Headline = TypedDict("Headline", NAMES | dict.fromkeys(FIGURES, Figure))
+class Headline(TypedDict):
+    verdict: str
+    recommended: str | None
+    drafter: str
+    baseline: str | None
+    acceptance_length: Figure
+    low: Figure
+    high: Figure
+    tokens_per_second: Figure
+    speed_up: Figure
+    difference: Figure
+    difference_low: Figure
+    difference_high: Figure
 
 
 class Unit(TypedDict):
@@ -222,17 +231,20 @@ class PromptSet(TypedDict):
     ngram_overlap: Overlap | None
 
 
-@OPEN
-class Acceptance(TypedDict):
-    """acceptance.json"""
-
+class Report(TypedDict):
     headline: Headline
-    measurements: list[Measured]
     comparisons: list[dict[str, Any]]
     left_out: NotRequired[list[LeftOut]]
     prompt_sets: NotRequired[list[PromptSet]]
     greedy_agreement: NotRequired[list[Agreement]]
     expected: NotRequired[dict[str, float]]
+
+
+@OPEN
+class Acceptance(Report):
+    """acceptance.json"""
+
+    measurements: list[Measured]
 
 
 class Load(TypedDict):
@@ -261,7 +273,7 @@ class Tabled(Measured, Load):
 
 
 @OPEN
-class Results(Acceptance):
+class Results(Report):
     """acceptance.json as the model card reads it."""
 
     measurements: list[Tabled]

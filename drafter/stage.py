@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -106,7 +107,7 @@ class Stage:
         if self.name in self.config.run.take:
             raise ConfigError(f"run.take: {self.folder} belongs to another run and is only read here")
 
-    def _refuse_changes(self, manifest: dict, owner: str) -> None:
+    def _refuse_changes(self, manifest: dict, owner: StageName) -> None:
         if not isinstance(manifest.get("question"), dict):
             path = self.config.stage_dir(owner) / "manifest.json"
             raise ContractError(f"{path} is broken (no question); {REMEDY}")
@@ -208,7 +209,8 @@ def parser(description: str) -> Parser:
 def run_command(name: str, body: Callable[[], int | None], conclude: Callable[[int], None] = lambda _: None) -> int:
     """Run `body`; an error becomes one line on stderr. Returns the exit code, after `conclude` was called with it."""
     log_to_stderr()
-    sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be valid text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be valid text
     with signals.listening(*signals.wanted()):
         try:
             code = body() or 0

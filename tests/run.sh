@@ -11,6 +11,7 @@ make_environment requirements-test.txt
 sources=(drafter tests benchmarks 0[1-6]*_*.py)
 "$PYTHON" -m ruff check "${sources[@]}"
 "$PYTHON" -m ruff format --check "${sources[@]}"
+"$PYTHON" -m mypy
 if (($#)); then exec "$PYTHON" -m pytest -q "$@"; fi
 "$PYTHON" -m drafter.target.default_model > /dev/null # once, before both sorts of tests want it
 

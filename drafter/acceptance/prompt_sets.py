@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,15 +84,15 @@ def _held_out(config: Config) -> Path:
     return config.stage_dir("01b_synthetic") / prompts.HELD_OUT
 
 
-def sample_prompts(config: Config, count: int) -> list[dict]:
+def sample_prompts(config: Config, count: int) -> list[Prompt]:
     """Ordinary questions that are there before a run has any of its own."""
     return _draw(config, Source(name="sample", path=SAMPLE), count)
 
 
-def _draw(config: Config, source: Source, count: int) -> list[dict]:
+def _draw(config: Config, source: Source, count: int) -> list[Prompt]:
     """`count` prompts of a source, the same for the same seed; each conversation once."""
     source = source.model_copy(update={"count": min(count, source.count or count)})
-    drawn: dict[str, dict] = {}
+    drawn: dict[str, Any] = {}
     for place, record in sources.draw(source, config.run.seed):
         try:
             request = prompts.requests_of(record, source, config.target.chat_template_kwargs)[0]
@@ -112,7 +113,7 @@ def _trained(config: Config) -> set[str]:
     return {entry["conv_id"] for entry in files.read_jsonl(index, conv_id=str)} if index.exists() else set()
 
 
-def prompts_fingerprint(records: list[dict]) -> str:
+def prompts_fingerprint(records: Sequence[Prompt]) -> str:
     """What was asked, in order: a set with another identity is another measurement."""
     return contracts.content_id([[record["messages"], record["tools"]] for record in records])
 
@@ -157,7 +158,7 @@ def ngram_overlap(sets: PromptSets, materialised: Path) -> dict[str, dict | None
     }
 
 
-def _runs(record: dict) -> set[tuple[str, ...]]:
+def _runs(record: Mapping[str, Any]) -> set[tuple[str, ...]]:
     """Every NGRAM words in a row of the user's turns."""
     result: set[tuple[str, ...]] = set()
     for message in record["messages"]:

@@ -6,7 +6,7 @@ on, so a rerun measures what is missing and nothing else, and nothing measured o
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +115,12 @@ def list_units(config: Config, drafters: dict[str, Path | None], sets: PromptSet
         for label, folder in drafters.items():
             for name in sets:
                 sampling = cell_settings(config, cell.temperature)
-                facts = {
+                facts: dict[str, Any] = {
                     "concurrency": cell.concurrency,
                     "num_speculative_tokens": cell.num_speculative_tokens if folder else 0,
                     "temperature": sampling.temperature,
                 }
-                question = {"drafter": [label, identities[label]], "prompts": sets_identities[name]}
+                question: dict[str, Any] = {"drafter": [label, identities[label]], "prompts": sets_identities[name]}
                 question |= {
                     "sampling": chat.sampling(sampling, "0" * 7),
                     "kwargs": config.target.chat_template_kwargs,
@@ -136,13 +136,13 @@ def cell_settings(config: Config, temperature: float | None, max_tokens: int | N
 
     So drafters differ by what they draft and not by luck.
     """
-    changed = {"max_tokens": max_tokens or config.acceptance.max_tokens, "seed_rows": True}
+    changed: dict[str, Any] = {"max_tokens": max_tokens or config.acceptance.max_tokens, "seed_rows": True}
     if temperature is not None:
         changed["temperature"] = temperature
     return config.generate.model_copy(update=changed)
 
 
-def chat_body(config: Config, settings: Generate, record: dict) -> dict[str, Any]:
+def chat_body(config: Config, settings: Generate, record: Mapping[str, Any]) -> dict[str, Any]:
     """The chat request that stage 01b would send for this prompt."""
     conv_id = record["conv_id"]
     request = Request(conv_id, None, conv_id, record["source"], 0, "regenerate", record["messages"], record["tools"])
@@ -210,7 +210,7 @@ def _share(deadline: float, parts: int) -> float:
 def decode_prompts(
     config: Config,
     settings: Generate,
-    records: list[dict],
+    records: Sequence[Mapping[str, Any]],
     concurrency: int,
     until: float,
     advance: Callable[[], None] = lambda: None,

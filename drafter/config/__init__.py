@@ -5,6 +5,7 @@ By hand: `python -m drafter.config` prints every setting with its default and me
 
 import difflib
 import shlex
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -42,10 +43,11 @@ from drafter.model_folder import Architecture, read_added_tokens, read_architect
 
 ROOT = Path(__file__).resolve().parents[2]
 
-STAGES = ("01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance")
 StageName = Literal["01b_synthetic", "02_hidden_states", "04_train", "05_export", "06_acceptance"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
 Role = Literal["generate", "extract", "evaluate"]
 Part = Literal["layer", "fc", "norms", "lm_head"]  # of a drafter
+Turns = Literal["first", "last", "all"]  # which user turns are answered
 Column = Literal["messages", "prompt", "turns", "input", "system", "answer", "tools"]  # of a prompt record
 
 
@@ -115,7 +117,7 @@ class Source(Section):
     revision: str | None = Field(None, description="the dataset's commit")
     split: str = Field("train", description="the dataset's split")
     count: PositiveInt | None = Field(None, description="conversations drawn; default: all")
-    turns: Literal["first", "last", "all"] | None = Field(
+    turns: Turns | None = Field(
         None, description="user turns that are asked; default: by the schema, see docs/data_formats.md"
     )
     mode: Literal["regenerate", "replay"] = Field(
@@ -356,7 +358,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         raise ConfigError(f"{path}: " + "; ".join(_explain(e) for e in unknown or problems)) from None
 
 
-def _explain(error: dict) -> str:
+def _explain(error: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] != "extra_forbidden":
         return f"{where}: {error['msg'].removeprefix('Value error, ')}"

@@ -244,8 +244,8 @@ class Extraction:
                 self._stop = disk_full(self.folder)
             else:
                 again += self._once_more(item, outcome)
-        for item, error in late.items():
-            again += self._once_more(item, error)
+        for item, missing in late.items():
+            again += self._once_more(item, missing)
         return again
 
     def _publish(self, item: Item, part: Path) -> None:

@@ -119,7 +119,7 @@ class Capture:
                 if outcome.reason == "disk_full":
                     raise disk_full(self.folder)
                 raise ContractError(f"the server's hidden states are wrong: {outcome}")
-            parts[item] = found[item]
+            parts[item] = outcome
         return parts
 
     async def request(self, batch: list[Item], asked: StateFormat) -> tuple[dict[Item, Sent], Path]:
@@ -166,7 +166,8 @@ class Capture:
     ) -> tuple[dict[Item, Path | RowError], dict[Item, RowError]]:
         """Wait for the files. Returns those that came, or their faults, and those missing. Raises ResumableError."""
         loop = asyncio.get_running_loop()
-        waiting, found = dict(sent), {}
+        waiting = dict(sent)
+        found: dict[Item, Path | RowError] = {}
         started, pause, alive = time.monotonic(), 0.002, True
         while True:
             outcomes = await loop.run_in_executor(self._threads, self._look, waiting, asked)

@@ -117,7 +117,7 @@ def dry_run(stage: Stage) -> dict:
 
 def row_set(items: list[Item], rejected: list[Rejected]) -> str:
     """Hash of the ids of 01b's rows, which the index is built from."""
-    return contracts.row_set({one.row_id for one in (*items, *rejected)})
+    return contracts.row_set({item.row_id for item in items} | {each.row_id for each in rejected})
 
 
 def check_upstream(stage: Stage, rows: Rows) -> None:

@@ -63,7 +63,7 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, str
     partial file, which the caller removes.
     """
     spec = {name: (KINDS[array.dtype.name], array.shape) for name, array in arrays.items()}
-    views = [memoryview(array).cast("B") for array in arrays.values()]
+    views = [array.data.cast("B") for array in arrays.values()]
     checksum = zlib.crc32(file_header(spec, facts, 0))
     for view in views:
         checksum = zlib.crc32(view, checksum)

@@ -7,6 +7,7 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ def shapes(tokens: int, layers: int, hidden: int, dtype: Dtype) -> dict[str, tup
 def file_bytes(tokens: int, hidden: int, facts: dict[str, str]) -> int:
     """Exact size of the file that `write_states` makes with `facts` (from `file_metadata`)."""
     layers = len(json.loads(facts["layer_ids"]))
-    spec = shapes(tokens, layers, hidden, facts["dtype"])
+    spec = shapes(tokens, layers, hidden, cast(Dtype, facts["dtype"]))
     named = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in spec.items()}
     return len(state_file.file_header(named, facts, 0)) + sum(_size(*entry) for entry in spec.values())
 

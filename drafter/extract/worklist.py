@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drafter import contracts, files, locks, text
 from drafter.config import Config
@@ -329,7 +330,7 @@ def file_bytes(config: Config, item: Item, tokens: int, dtype: states.Dtype) -> 
     return states.file_bytes(tokens, target.architecture.hidden_size, facts)
 
 
-def estimate_disk(config: Config, todo: list[Item], folder: Path, replaced: int = 0) -> dict:
+def estimate_disk(config: Config, todo: list[Item], folder: Path, replaced: int = 0) -> dict[str, Any]:
     """Exact bytes that the rows in `todo` need, and free space; `advice` when they do not fit.
 
     `replaced`: bytes of existing files that will be replaced.
@@ -337,7 +338,12 @@ def estimate_disk(config: Config, todo: list[Item], folder: Path, replaced: int 
     dtype = config.extract.dtype
     sizes = [file_bytes(config, item, item.tokens, dtype) for item in todo]
     free, reserve = files.free_bytes(folder), int(config.extract.reserve_gb * 1e9)
-    found = {"tokens": sum(item.tokens for item in todo), "bytes": sum(sizes), "free": free, "reserve": reserve}
+    found: dict[str, Any] = {
+        "tokens": sum(item.tokens for item in todo),
+        "bytes": sum(sizes),
+        "free": free,
+        "reserve": reserve,
+    }
     room = free - reserve + replaced
     if found["bytes"] <= room:
         return found

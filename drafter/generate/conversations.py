@@ -8,9 +8,9 @@ import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from drafter.config import Column
+from drafter.config import Column, Turns
 from drafter.errors import RowError
 
 OWN_ANSWER = {"role": "assistant", "content": None}  # placeholder for the model's own answer
@@ -52,7 +52,7 @@ class BrokenLine(str):
 class Conversation(NamedTuple):
     messages: list[dict]  # OWN_ANSWER between the user turns of a record without answers
     tools: list | None
-    turns: Literal["first", "last", "all"]  # which turns are answered if the source does not say
+    turns: Turns  # which turns are answered if the source does not say
     read_by: tuple[str, ...]  # the columns that were read
 
 
@@ -89,7 +89,7 @@ def read_conversation(
         raw: list = [{"role": "user", "content": text} for text in ([value] if isinstance(value, str) else value)]
         if len(raw) == 1:
             raw = [*_single(record, columns, column, raw[0]["content"], used)]
-        turns = "last"
+        turns: Turns = "last"
     elif value is None or isinstance(value, list):
         raw, turns = value or [], "first" if column in ("conversations", "conversation") else "last"
     else:

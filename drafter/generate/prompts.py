@@ -224,6 +224,6 @@ class Requests:
         return result[::-1]
 
     def close(self) -> None:
-        if self._map:
+        if isinstance(self._map, mmap.mmap):
             self._map.close()
         self._file.close()

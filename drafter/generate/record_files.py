@@ -114,7 +114,7 @@ def _head(stream: Any) -> bytes:
     return stream.peek(256)[:256]
 
 
-def _unpacked(file: BinaryIO, head: bytes, held: contextlib.ExitStack) -> tuple[BinaryIO, str]:
+def _unpacked(file: BinaryIO, head: bytes, held: contextlib.ExitStack) -> tuple[Any, str]:
     if head.startswith(b"\x1f\x8b"):
         return held.enter_context(gzip.open(file)), "gzip"
     if head.startswith(b"BZh"):

@@ -269,7 +269,7 @@ def read_answers(folder: Path, wanted: set[bytes]) -> dict[bytes, str | None]:
 
 def done_ids(folder: Path) -> set[bytes]:
     """Ids of all complete rows on disk. A line begins with its row's id, so shards need no parsing."""
-    found = set()
+    found: set[bytes] = set()
     for path in shards(folder):
         with open(path, "rb") as file:
             whole = (OPENING.match(line) for line in file if line.endswith(b"\n"))

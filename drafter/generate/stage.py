@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from drafter import files
 from drafter.errors import ConfigError, ContractError, ResumableError
@@ -110,7 +111,7 @@ def dry_run(stage: Stage) -> dict:
             check()
         except ConfigError as error:
             findings.append(str(error))
-    result = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
+    result: dict[str, Any] = {"stage": stage.name, "dry_run": True, "pending": 1, "findings": findings}
     before = read_manifest(stage.folder) or {}
     unfinished = before.get("status") != "complete"
     with tempfile.TemporaryDirectory() as scratch:

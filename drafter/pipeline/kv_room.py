@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from drafter.config import Config
 from drafter.errors import ConfigError
@@ -52,7 +53,7 @@ class Room:
         return (low_rate + (high_rate - low_rate) * (share - low) / (high - low)) * self.dcp_rate
 
 
-def of(config: Config, platform: Profile, flags: Mapping[str, object] | None = None) -> Room | None:
+def of(config: Config, platform: Profile, flags: Mapping[str, Any] | None = None) -> Room | None:
     """The server's cache; None when the platform's memory or the server's flags are unknown."""
     flags = flags if flags is not None else unit_file.flags_of(config.server("generate"))
     if not platform.gpu_gib or flags is None:

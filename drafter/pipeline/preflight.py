@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from drafter import files, gpu, process
 from drafter.acceptance.comparison import NONE, RUN, WARM_START
@@ -47,7 +47,7 @@ def findings(config: Config, stages: Iterable[StageName], keep: bool = False) ->
     for needed_by, check in CHECKS:
         stopped = next((name for name in stages if name in needed_by), None)
         if stopped:
-            given = {"started": started} if check in OF_ROLES else {}
+            given: dict[str, Any] = {"started": started} if check in OF_ROLES else {}
             if check is engine_check.findings:
                 given["keep"] = keep
             try:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import yaml
 
@@ -71,8 +72,9 @@ def profile(name: str) -> Profile:
     path = PROFILES / f"{name}.yaml"
     if name not in profiles():
         raise ConfigError(f"no profile {name}: choose from {', '.join(profiles())}")
-    fields = yaml.safe_load(path.read_text())
-    return Profile(**{key: Range(*value) if isinstance(value, list) else value for key, value in fields.items()})
+    listed = yaml.safe_load(path.read_text()).items()
+    fields: dict[str, Any] = {key: Range(*value) if isinstance(value, list) else value for key, value in listed}
+    return Profile(**fields)
 
 
 def mean_when_cut(mean: float, cut_at: float) -> float:

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from drafter import checked, gpu, model_folder, run_files, stage
 from drafter.config import Config
@@ -95,7 +96,8 @@ def measured_or(config: Config, platform: Profile) -> Rates:
     measured = _measured(config)
     for name, (value, run) in measured.items():
         spread = Range(0.8 * value, value, 1.25 * value)
-        rates = dataclasses.replace(rates, **{name: spread}, sources=rates.sources | {name: f"measured in run {run}"})
+        changed: dict[str, Any] = {name: spread, "sources": rates.sources | {name: f"measured in run {run}"}}
+        rates = dataclasses.replace(rates, **changed)
     steps_only = rates.train_steps_only and "train" not in measured
     disk = disk_rate.bytes_per_second(config) if steps_only else None
     rates = dataclasses.replace(rates, measured=frozenset(measured), train_steps_only=steps_only, disk=disk)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from drafter import checked, disk, files, process, progress, run_files, stage
-from drafter.config import STAGES, Config
+from drafter.config import STAGES, Config, StageName
 from drafter.errors import StageError
 from drafter.pipeline.deadline import ended_at
 
@@ -33,7 +33,7 @@ class RunState:
         self.config = config
         self.state = checked.read_or_empty(config.run_dir / "pipeline.json", run_files.State)
         self.plan = checked.read_or_empty(config.run_dir / "plan.json", run_files.Plan)
-        self.manifests = {}
+        self.manifests: dict[str, dict | None] = {}
         for name in STAGES:
             try:
                 self.manifests[name] = stage.read_manifest(config.stage_dir(name))
@@ -63,7 +63,7 @@ class RunState:
         noted = self.state.get("stages", {}).get(name, {})
         return {} if noted.get("status") == "complete" and not self.manifests[name] else noted
 
-    def progressed(self, name: str) -> list[dict]:
+    def progressed(self, name: StageName) -> list[dict]:
         """How far a stage was and when, of all its calls."""
         return checked.records_or_empty(self.config.stage_dir(name) / progress.RECORDS, run_files.Progressed)
 
@@ -139,7 +139,7 @@ class RunState:
                 return Trouble(manifest["status"], name, manifest["error"])
         return None
 
-    def progress(self, name: str) -> str:
+    def progress(self, name: StageName) -> str:
         """How far a stage is, in its own unit; empty where nothing is known."""
         manifest = self.manifest(name)
         if name == "04_train":

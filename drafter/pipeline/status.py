@@ -4,11 +4,11 @@ By hand: `python -m drafter.pipeline.status --config FILE`.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from drafter import files, gpu, stage, text
-from drafter.config import STAGES, Config
+from drafter.config import STAGES, Config, StageName
 from drafter.pipeline.run_state import RunState
 
 TAIL = 3  # lines of the current stage's log
@@ -51,7 +51,7 @@ def lines(config: Config) -> Iterator[str]:
         )
 
 
-def _whole(found: RunState, standing: dict[str, str]) -> str:
+def _whole(found: RunState, standing: Mapping[StageName, str]) -> str:
     """How the run stands: as the pipeline says, as long as nobody went on by hand."""
     if set(standing.values()) <= {"complete", "taken", "freed"}:
         return "complete"

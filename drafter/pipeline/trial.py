@@ -25,6 +25,6 @@ def measure(config: Config) -> None:
         for step in STEPS[:3]:
             if step.stage in short.run.take:
                 continue
-            for path in short.stage_dir(step.stage).iterdir():
-                if path.name not in ("manifest.json", "config.yaml"):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for kept in short.stage_dir(step.stage).iterdir():
+                if kept.name not in ("manifest.json", "config.yaml"):
+                    shutil.rmtree(kept) if kept.is_dir() else kept.unlink()

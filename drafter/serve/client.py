@@ -109,7 +109,7 @@ class Client:
         self._up.set()
         self._failing: set[object] = set()  # requests that failed since the last success
         self._probe: asyncio.Task | None = None
-        self._gone: Exception | None = None  # why waiting for the server ended without it
+        self._gone: BaseException | None = None  # why waiting for the server ended without it
 
     async def __aenter__(self) -> "Client":
         _need_files(self._concurrency + SPARE_FILES)
@@ -257,7 +257,8 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
     signals = interrupts.wanted()
 
     async def guarded() -> T:
-        loop, task, caught = asyncio.get_running_loop(), asyncio.current_task(), []
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        caught: list[int] = []
 
         def stop(signum: int) -> None:
             if not caught:  # a second signal must not interrupt saving

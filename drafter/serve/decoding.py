@@ -294,7 +294,7 @@ def read_counters(text: str) -> tuple[int, Counters]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if not sample.name.endswith("_created"):
-                sums[sample.name] += sample.value
+                sums[sample.name] += int(sample.value)
             if sample.name == f"{SPECULATION}_accepted_tokens_per_pos_total":
                 positions[int(sample.labels["position"])] += int(sample.value)
     return int(sums["vllm:num_requests_running"] + sums["vllm:num_requests_waiting"]), Counters(

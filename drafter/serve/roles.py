@@ -259,7 +259,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def body(config: Config, args: argparse.Namespace) -> int:
         if args.verb != "status":
-            {"up": up, "wait": wait, "down": down}[args.verb](config, args.role)
+            verbs: dict[str, Callable[[Config, Role], object]] = {"up": up, "wait": wait, "down": down}
+            verbs[args.verb](config, args.role)
         found = status(config, args.role)
         print(json.dumps(found))
         return 0 if args.verb != "status" or found["ready"] else UNFIT if found["alive"] else DOWN

@@ -4,6 +4,7 @@ import shlex
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from drafter.config import ROOT, Server
 
@@ -26,7 +27,9 @@ def read(unit: str) -> UnitFile | None:
     """The unit's file and its drop-ins, later ones over earlier ones; None where it is not installed."""
     name = unit if unit.endswith(".service") else f"{unit}.service"
     path = next((folder / name for folder in UNIT_FOLDERS if (folder / name).is_file()), None)
-    return path and _read([path, *sorted(each for at in UNIT_FOLDERS for each in at.glob(f"{name}.d/*.conf"))])
+    if path is None:
+        return None
+    return _read([path, *sorted(each for at in UNIT_FOLDERS for each in at.glob(f"{name}.d/*.conf"))])
 
 
 def shipped(unit: str) -> UnitFile | None:
@@ -35,7 +38,7 @@ def shipped(unit: str) -> UnitFile | None:
     return _read([path]) if path.is_file() else None
 
 
-def flags_of(server: Server) -> dict[str, object] | None:
+def flags_of(server: Server) -> dict[str, Any] | None:
     """vLLM's flags of a role: a command's from the config, a unit's from its files; None where they are unknown."""
     if server.kind == "command":
         return dict(server.flags)

@@ -25,8 +25,9 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Of a drafter's config: what the forward pass of training has not.
-UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
-UNSUPPORTED += ("mlp_bias", "sliding_window")
+UNSUPPORTED = (
+    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "sliding_window"
+)  # fmt: skip
 POSITION_ROPES = ("yarn", "dynamic", "longrope")  # whose frequencies depend on the longest position
 
 # Oldest vLLM that serves such a folder for every target here: older ones put the target's head in the place of the

@@ -85,7 +85,7 @@ def files_by_tensor(model: Path) -> dict[str, Path]:
             return {name: model / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"target.model: {index} is broken: fetch it again") from None
-    names = {}
+    names: dict[str, Path] = {}
     for path in sorted(model.glob("*.safetensors")):
         with _opened(path) as file:
             names |= dict.fromkeys(file.keys(), path)

@@ -98,6 +98,6 @@ def _header(tensors: dict[str, Tensor], facts: dict[str, str], found: dict[str, 
 
 
 def _write_all(file: FileIO, block: np.ndarray | bytes) -> None:
-    view = memoryview(block)
+    view = block.data if isinstance(block, np.ndarray) else memoryview(block)
     while view:
         view = view[file.write(view) :]

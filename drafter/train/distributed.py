@@ -94,7 +94,7 @@ class Ranks:
 
         `together`: what `work` goes through and all ranks must, to its end, also where `work` fails.
         """
-        failed: BaseException | None = None
+        failed: Exception | None = None
         if self.main:
             try:
                 work()

@@ -4,10 +4,11 @@ import hashlib
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -210,7 +211,7 @@ class Reader:
             row_file.prefetch(self.folder / row.entry.path)
         headers = [row_file.read_header(self.folder, row.entry) for row in rows]
         for row, header in zip(rows, headers, strict=True):
-            self._check(row, header, headers[0].metadata.get("dtype"))
+            self._check(row, header, cast(states.Dtype, headers[0].metadata.get("dtype")))
         total = sum(row.slots for row in rows)
         names = ["hidden_states"] if "hidden_states" in headers[0].spec else ["final", "aux", "aux_scale"]
         buffers = {}
@@ -282,7 +283,7 @@ class Loader:
         self.waited = 0.0  # seconds that the consumer stood still for data
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def packs(self, order: Iterable[tuple[list[Example], bool]]) -> Iterator[Pack]:
+    def packs(self, order: Iterable[tuple[list[Example], bool]]) -> Generator[Pack]:
         if not self.workers:
             for rows, counts in order:
                 started = time.perf_counter()

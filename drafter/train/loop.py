@@ -6,7 +6,7 @@ import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -144,7 +144,7 @@ class Training:
         self.position = Position(**{key: state[key] for key in asdict(self.position)})
         self.stage.facts |= {key: state[key] for key in BEFORE if key in state}
 
-    def _kind_before(self, state: dict[str, Any]) -> str:
+    def _kind_before(self, state: dict[str, Any]) -> distributed.Kind | Literal["auto"]:
         """`auto` keeps, on as many ranks, what it chose: a resumed run adds its numbers in the same order."""
         asked = self.config.train.parallel
         same = state.get("ranks") == self.ranks.world
@@ -280,8 +280,8 @@ class Training:
         share = examples.Step(0, 0, packs).share(self.ranks.rank, self.ranks.world)
         sums = torch.zeros(2, self.config.train.ttt_steps, len(draft_model.STATS), device=self.ranks.device)
         scale = torch.ones(self.config.train.ttt_steps, device=self.ranks.device)
-        with torch.no_grad(), contextlib.closing(self.loader.packs(share)) as packs:
-            for pack in packs:
+        with torch.no_grad(), contextlib.closing(self.loader.packs(share)) as read:
+            for pack in read:
                 sums += self.wrapped(pack, scale)[1]
                 if stop := self._stop():
                     return stop

@@ -1,7 +1,7 @@
 """Charts as inline SVG: colours come from the page's style sheet, so that they read in light and dark."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 440, 230
@@ -12,7 +12,7 @@ LARGEST, SMALLEST = 1e100, 1e-11  # of a value and of an axis' span; beyond them
 Points = Sequence[tuple[float, float]]
 
 
-def lines(title: str, series: dict[str, Points], x_label: str, y_label: str, from_zero: bool = False) -> str:
+def lines(title: str, series: Mapping[str, Points], x_label: str, y_label: str, from_zero: bool = False) -> str:
     """One line a series, of its finite points; "" when there is nothing to draw."""
     drawn = {name: [point for point in points if all(map(drawable, point))] for name, points in series.items()}
     series = {name: thin(points) for name, points in drawn.items() if points}
@@ -34,7 +34,7 @@ def lines(title: str, series: dict[str, Points], x_label: str, y_label: str, fro
 
 
 def bars(
-    title: str, labels: Sequence[str], series: dict[str, Sequence[float | None]], x_label: str, y_label: str
+    title: str, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], x_label: str, y_label: str
 ) -> str:
     """Grouped bars from zero, one group a label; "" when there is nothing to draw."""
     values = [value for heights in series.values() for value in heights if drawable(value)]

@@ -106,8 +106,8 @@ def verdict(found: RunState) -> str:
             )
         else:
             said += ", no other drafter to compare it with"
-        first, *rest = recommendation(head)
-        advice = f"{escape(''.join([first.upper(), *rest]))}."
+        recommended = recommendation(head)
+        advice = f"{escape(recommended[0].upper() + recommended[1:])}."
         if head["speed_up"]:
             advice += f" Decoding is {head['speed_up']:.2f} times as fast as without a drafter."
         return elements.box(tone, said, advice)
@@ -173,7 +173,7 @@ def durations(found: RunState) -> str:
 def throughput(found: RunState) -> list[str]:
     """Rate over time of 01b and 02, from their recorded progress; of 04, from its metrics."""
     drawn = []
-    for name, what in (("01b_synthetic", "Generation"), ("02_hidden_states", "Extraction")):
+    for name, what in zip(STAGES, ("Generation", "Extraction"), strict=False):
         points, unit = _rates(found.progressed(name))
         if len(points) < 2:
             continue
@@ -244,7 +244,7 @@ def rows(found: RunState) -> str:
     if not body:
         return ""
     counted: Counter = Counter()
-    for name in ("01b_synthetic", "02_hidden_states"):
+    for name in STAGES[:2]:
         for record in checked.records_or_empty(found.config.stage_dir(name) / "rejected.jsonl", run_files.Rejected):
             counted[name, record.get("source", ""), record.get("reason", "")] += 1
     reasons: dict[str, list[list]] = {"rejected in": [], "not asked in": []}
