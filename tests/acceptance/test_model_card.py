@@ -44,7 +44,12 @@ def test_a_card_names_no_local_path(target, tmp_path):
     """Seam L12: a card that is published named the folders of the machine that made it."""
     run = make_run(tmp_path, target)
     rivals = [str(tmp_path / "rival/model"), str(tmp_path / "warm/model")]
-    headline = dict.fromkeys(run_files.Headline.__annotations__) | {"drafter": "run", "verdict": "worse", "low": 1.9, "high": 2.1}
+    headline = dict.fromkeys(run_files.Headline.__annotations__) | {
+        "drafter": "run",
+        "verdict": "worse",
+        "low": 1.9,
+        "high": 2.1,
+    }
     report = {
         "headline": headline | {"baseline": rivals[0], "recommended": rivals[0]},
         "comparisons": [],
