@@ -64,7 +64,7 @@ def test_the_answer_beside_a_question_is_kept_by_replay():
     ):  # fmt: skip
         assert asked(record, mode="replay") == [[("user", "q"), ("assistant", "a")]]
         assert asked(record) == [[("user", "q")]]
-    assert "the extract server did not answer row keep" in refused({"prompt": "q"}, mode="replay")
+    assert "no answer to keep" in refused({"prompt": "q"}, mode="replay")
 
 
 def test_a_source_names_its_unusual_columns():

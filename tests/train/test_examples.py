@@ -340,7 +340,7 @@ def test_files_that_are_not_what_the_index_says_are_refused(tmp_path):
     """H06"""
     made = captured.write_row(tmp_path, 0, 12, [[4, 12]])
     rows = examples.learnable_rows([made], 64, 3, contracts.Counts(total=1))
-    with pytest.raises(ContractError, match=r"layer_ids is \[2,4,5,8\], asked for \[2,4,6,8\]"):
+    with pytest.raises(ContractError, match=r"layer_ids is \[2,4,5,8\], expected \[2,4,6,8\]"):
         examples.Reader(tmp_path, (2, 4, 6, 8), *captured.FORM[1:], 3, None, False).read(rows)
     longer = contracts.IndexEntry(**{**made.to_record(), "tokens": 13})
     rows = examples.learnable_rows([longer], 64, 3, contracts.Counts(total=1))
