@@ -1,4 +1,4 @@
-"""How long each stage takes and how large its output is: what follows from the config and the rates alone."""
+"""Duration and output size of each stage, computed from the config and the rates alone."""
 
 import math
 from dataclasses import astuple, dataclass
@@ -8,31 +8,31 @@ from drafter.errors import ConfigError
 from drafter.generate import sources
 from drafter.pipeline.rates import Profile, Range, Rates, in_flight
 
-TRIAL = "warm start's trial"
-ROW_BYTES_PER_TOKEN = 11  # a 01b row: ids as JSON and the text once
-FORWARD_SHARE = 1 / 3  # of a training step's work: a validation has no backward pass
-STATE_BYTES_PER_PARAMETER = 12  # fp32 master and two moments, of each kept checkpoint
+SMOKE_TEST = "smoke test"
+ROW_BYTES_PER_TOKEN = 11  # of a 01b row: ids as JSON and the text
+FORWARD_SHARE = 1 / 3  # of the work of a training step: a validation has no backward pass
+STATE_BYTES_PER_PARAMETER = 12  # fp32 master and two moments, in each checkpoint
 
 
 @dataclass(frozen=True)
 class Estimate:
     stage: str
     seconds: Range
-    start_seconds: Range  # of servers, part of neither
+    start_seconds: Range  # of servers, not part of `seconds`
     tokens: float
     bytes: float
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that follow from the config and the model alone."""
+    """Sizes that follow from the config and the model."""
 
     state_bytes_per_token: int
     drafter_parameters: float
 
 
 def sizes(config: Config, fallback: Profile) -> Sizes:
-    """`fallback` stands in for a model folder that is not on this machine."""
+    """`fallback` replaces a model folder that is not on this machine."""
     try:
         hidden = config.target.architecture.hidden_size
     except ConfigError:
@@ -44,9 +44,9 @@ def sizes(config: Config, fallback: Profile) -> Sizes:
 
 
 def estimate(config: Config, known: Rates, size: Sizes, conversations: int) -> list[Estimate]:
-    """Stage by stage for so many conversations, some of which are held out; before them, the warm start's trial.
+    """Estimates by stage for so many conversations (held-out ones included), with the smoke test first if needed.
 
-    A stage taken from another run costs nothing.
+    A stage that is taken from another run costs nothing.
     """
     train, rows = config.train, num_rows(config, conversations)
     written = known.answer_tokens * rows
@@ -55,9 +55,9 @@ def estimate(config: Config, known: Rates, size: Sizes, conversations: int) -> l
     trained = read * ((1 - train.validation_share) * train.epochs)
     checkpoint = size.drafter_parameters * STATE_BYTES_PER_PARAMETER
     start, none = known.start_seconds, Range.point(0)
-    trial = [Estimate(TRIAL, Range(10, 60, 300), start, 0, 0)] if known.trial else []
+    smoke_test = [Estimate(SMOKE_TEST, Range(10, 60, 300), start, 0, 0)] if known.smoke_test else []
     parts = [
-        *trial,
+        *smoke_test,
         Estimate(
             "01b_synthetic",
             written.over(known.generate),
@@ -86,7 +86,7 @@ def estimate(config: Config, known: Rates, size: Sizes, conversations: int) -> l
 
 
 def num_validations(config: Config, trained: float) -> int:
-    """Of so many trained tokens; what is saved is validated, too, and the warm start before the first step."""
+    """Validations of a training on so many tokens: also at each save, and of the warm start before the first step."""
     train = config.train
     steps = max(1, round(trained / (train.tokens_per_step or config.target.max_seq_len * train.processes)))
     steps = min(steps, train.max_steps or steps)
@@ -95,13 +95,13 @@ def num_validations(config: Config, trained: float) -> int:
 
 
 def bytes_read(config: Config, size: Sizes, trained: Range, validated: Range) -> Range:
-    """Of hidden states by 04: those of each epoch and of each validation."""
+    """Bytes of hidden states that 04 reads: once per epoch and for each validation."""
     tokens = trained + validated * num_validations(config, trained.typical)
     return tokens * size.state_bytes_per_token
 
 
 def _training(config: Config, known: Rates, size: Sizes, trained: Range, validated: Range) -> Range:
-    """Seconds of 04: of its steps and validations, or of the disk that feeds them where that is slower."""
+    """Seconds of 04: of its steps and validations, or of reading the states if that is slower."""
     if not known.train_steps_only:
         return trained.over(known.train)
     work = (trained + validated * (FORWARD_SHARE * num_validations(config, trained.typical))).over(known.train)
@@ -110,7 +110,7 @@ def _training(config: Config, known: Rates, size: Sizes, trained: Range, validat
 
 
 def _acceptance(config: Config, known: Rates) -> Estimate:
-    """06: every prompt set in every cell for every drafter; the budget ends it, server starts included."""
+    """Estimate of 06: every prompt set in every cell for every drafter, at most the budget with server starts."""
     acceptance = config.acceptance
     budget, usual = acceptance.budget_minutes * 60, acceptance.cells[0].concurrency
     work = Range.point(0)
@@ -133,7 +133,7 @@ def _measurements(config: Config) -> set[tuple[str, int, int, float | None]]:
 
 
 def _prompt_counts(config: Config) -> list[int]:
-    """Prompts of each set that 06 takes."""
+    """Number of prompts that 06 takes of each set."""
     acceptance = config.acceptance
     counts = [num_drawn(source) or acceptance.max_prompts for source in acceptance.prompts] or [acceptance.held_out]
     return [min(count, acceptance.max_prompts) for count in counts]
@@ -154,7 +154,7 @@ def total_bytes(estimates: list[Estimate]) -> float:
 
 
 def num_held_out(config: Config) -> int:
-    """Conversations of the run's own sources that are kept for 06: they are no rows."""
+    """Conversations of the run's own sources that are kept for 06 and give no rows."""
     return 0 if config.acceptance.prompts else config.acceptance.held_out
 
 
@@ -163,18 +163,18 @@ def num_rows(config: Config, conversations: int) -> int:
 
 
 def num_drawn(source: Source) -> int | None:
-    """Conversations drawn from a source: as many as asked for, at most what it holds. None when it is open-ended."""
+    """Conversations drawn from a source: `count`, at most what it holds. None when both are unknown."""
     known = [count for count in (source.count, sources.count_records(source)) if count is not None]
     return min(known, default=None)
 
 
 def conversations_asked(config: Config) -> int | None:
-    """Conversations that the configured sources give. None when one is open-ended."""
+    """Conversations that the configured sources give. None when one of them is unknown."""
     counts = [num_drawn(source) for source in config.prompts]
     return None if None in counts else sum(counts)
 
 
 def conversations_held(config: Config) -> int | None:
-    """All conversations that the sources hold. None when one is on the hub: nobody knows offline."""
+    """All conversations that the sources hold. None when one is on the hub, whose size is unknown offline."""
     held = [sources.count_records(source) for source in config.prompts]
     return None if None in held else sum(held)

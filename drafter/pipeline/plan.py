@@ -1,7 +1,7 @@
-"""Before the night: how long, how much disk, what it costs, and what fits.
+"""The plan of a run: time, disk, cost, and what fits.
 
-`run_pipeline.sh --plan` or `python -m drafter.pipeline.plan --config FILE`. A rate is taken from earlier manifests of
-this machine, else from a profile in `configs/profiles`, and the plan says which. Every figure is low, typical, high.
+`run_pipeline.sh --plan` or `python -m drafter.pipeline.plan --config FILE`. Rates come from earlier manifests on this
+machine, else from a profile in `configs/profiles`; the plan says which. Figures have a low, typical and high value.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from drafter.generate import sources
 from drafter.pipeline import kv_room
 from drafter.pipeline.deadline import resolve
 from drafter.pipeline.estimates import (
-    TRIAL,
+    SMOKE_TEST,
     Estimate,
     Sizes,
     bytes_read,
@@ -54,7 +54,7 @@ def _model_is_here(config: Config) -> bool:
 
 
 def prompt_faults(config: Config) -> Iterator[str]:
-    """What 01b would stop at: files that are not there or hold nothing, and no row beside the held-out ones."""
+    """What would stop 01b: missing or empty prompt files, and no row left beside the held-out conversations."""
     for source in (*config.prompts, *config.acceptance.prompts):
         try:
             held = sources.count_records(source)
@@ -70,20 +70,20 @@ def prompt_faults(config: Config) -> Iterator[str]:
 
 
 def answered_by(deadline: datetime, now: datetime, known: Rates) -> int:
-    """Rows that 01b has answered by then, its server and the trial's started before."""
-    seconds = (deadline - now).total_seconds() - known.start_seconds.typical * (2 if known.trial else 1)
+    """Rows that 01b can answer by `deadline`, after its server and the smoke test's have started."""
+    seconds = (deadline - now).total_seconds() - known.start_seconds.typical * (2 if known.smoke_test else 1)
     return max(0, round(seconds * known.generate.typical / known.answer_tokens.typical))
 
 
 def disk_left(config: Config) -> float:
-    """Bytes the run may use: free space without the reserve."""
+    """Bytes that the run may use: free space minus the reserve."""
     return max(0, files.free_bytes(config.run_dir) - config.extract.reserve_gb * 1e9)
 
 
 def proposal(config: Config, known: Rates, platform: Profile, seconds: float | None) -> str:
-    """The most conversations that the sources hold and that fit disk and time.
+    """The largest number of conversations that fits the sources, the disk and the time.
 
-    In bf16 rather than fp8, a shorter max_seq_len as the last way.
+    Prefers bf16 over fp8, and a shorter max_seq_len only if nothing else fits.
     """
     free, held = disk_left(config), conversations_held(config)
     counts = {*COUNTS, 1_000, 500, conversations_asked(config) or 0} - {0}
@@ -101,13 +101,11 @@ def proposal(config: Config, known: Rates, platform: Profile, seconds: float | N
                         f"{count:,} conversations, max_seq_len {length}, {dtype}: {duration(total_seconds(parts))}, "
                         f"{size(total_bytes(parts))}"
                     )
-    return f"not even {min(counts):,} conversations: free some disk (python -m drafter.disk du) or give it more time"
-
-
-# Words
+    return f"not even {min(counts):,} conversations: free some disk (python -m drafter.disk du) or allow more time"
 
 
 def duration(seconds: Range) -> str:
+    """A duration with its range, in minutes or hours."""
     unit, name = (3600, "h") if seconds.typical >= 5400 else (60, "min")
     low, typical, high = (getattr(seconds, part) / unit for part in ("low", "typical", "high"))
     if f"{low:.1f}" == f"{high:.1f}":
@@ -116,7 +114,7 @@ def duration(seconds: Range) -> str:
 
 
 def clock(now: datetime, seconds: float) -> str:
-    """When that is: day and hour, without the hour where it is weeks away, years where the calendar ends."""
+    """The time in `seconds` from now: day and hour; a date after 6 days, years after a year."""
     days = seconds / 86400
     if days > 365:
         return f"in {days / 365:,.0f} years"
@@ -132,7 +130,7 @@ def dollars(seconds: Range, usd_per_hour: Range) -> str:
 
 
 def moving(byte_count: float, link_gbit: float = LINK_GBIT) -> Range:
-    """Seconds to move so many bytes over a link, of which one copy reaches an eighth to two thirds."""
+    """Seconds to copy so many bytes over a link, of whose rate one copy reaches an eighth to two thirds."""
     line = byte_count * 8 / (link_gbit * 1e9)
     return Range(line * 1.5, line * 3, line * 8)
 
@@ -144,7 +142,7 @@ def page(
     deadline: datetime | None = None,
     done_by: datetime | None = None,
 ) -> str:
-    """The plan as text: of a night whose 01b stops at `deadline`, held against when it is to be done."""
+    """The plan as text, for a run whose 01b stops at `deadline` and that must be finished at `done_by`."""
     known = measured_or(config, platform)
     count = sizes(config, platform)
     asked = conversations_asked(config) or COUNTS[1]
@@ -153,6 +151,33 @@ def page(
     taken = asked - rows + answered
     parts = estimate(config, known, count, taken)
     total = total_seconds(parts)
+    seconds = (done_by - now).total_seconds() if done_by else None
+    lines = [
+        *_of_another_machine(config, platform),
+        f"{config.run.name}: {answered:,} rows on {platform.title}"
+        + (f", of {rows:,} those answered by {deadline:%H:%M}" if answered < rows else "")
+        + (f"; {asked - rows:,} of {asked:,} conversations are held out" if asked > rows else ""),
+        "",
+        _work_table(config, parts),
+        "",
+        f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}"
+        + _of_production(config, known, now, total),
+        *_of_a_deadline(parts, now, deadline, answered, rows),
+        *_of_the_smoke_test(config, parts),
+        f"prompts: {'; '.join(map(_of_a_source, config.prompts))}",
+        "",
+        *_counted_with(config, platform, known, count, parts),
+        "",
+        *_fits(config, known, count, done_by, now),
+        "",
+        f"proposal: {proposal(config, known, platform, seconds)}",
+        "",
+        *_platforms(config, taken),
+    ]
+    return "\n".join(lines)
+
+
+def _work_table(config: Config, parts: list[Estimate]) -> str:
     body = [
         [
             part.stage,
@@ -163,23 +188,13 @@ def page(
         ]
         for part in parts
     ]
-    body.append(["whole run", duration(total), "included", "", size(total_bytes(parts))])
-    lines = [
-        *_of_another_machine(config, platform),
-        f"{config.run.name}: {answered:,} rows on {platform.title}"
-        + (f", of {rows:,} those answered by {deadline:%H:%M}" if answered < rows else "")
-        + (f"; {asked - rows:,} of {asked:,} conversations are held out" if asked > rows else ""),
-        "",
-        table([["stage", "work", "server starts", "tokens", "disk"], *body]),
-        "",
-        f"started now, done {clock(now, total.typical)}, at the latest {clock(now, total.high)}"
-        + _of_production(config, known, now, total),
-        *_of_a_deadline(parts, now, deadline, answered, rows),
-        *_of_the_trial(config, parts),
-        f"prompts: {'; '.join(map(_of_a_source, config.prompts))}",
-        "",
-    ]
-    lines += ["counted with:"]
+    whole = ["whole run", duration(total_seconds(parts)), "included", "", size(total_bytes(parts))]
+    return table([["stage", "work", "server starts", "tokens", "disk"], *body, whole])
+
+
+def _counted_with(config: Config, platform: Profile, known: Rates, count: Sizes, parts: list[Estimate]) -> list[str]:
+    """The rates behind the plan and where each comes from."""
+    lines = ["counted with:"]
     for name, rate in (("generate", known.generate), ("extract", known.extract), ("train", known.train)):
         lines.append(
             f"  {name}: {rate.typical:,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}), {known.sources[name]}"
@@ -197,12 +212,8 @@ def page(
     lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({config.extract.dtype})")
     if guesses(config) and _model_is_here(config):
         again = config.pipeline("--plan", "--probe")
-        lines.append(f"  to measure that first, a few minutes beside two server starts: {again}")
-    lines += ["", *_fits(config, known, count, done_by, now), ""]
-    seconds = (done_by - now).total_seconds() if done_by else None
-    lines += [f"proposal: {proposal(config, known, platform, seconds)}", ""]
-    lines += _platforms(config, taken)
-    return "\n".join(lines)
+        lines.append(f"  to measure these first (two server starts and a few minutes): {again}")
+    return lines
 
 
 def _of_another_machine(config: Config, platform: Profile) -> list[str]:
@@ -215,7 +226,7 @@ def _of_another_machine(config: Config, platform: Profile) -> list[str]:
 
 
 def _of_production(config: Config, known: Rates, now: datetime, total: Range) -> str:
-    """When the unit that answers the prompts serves again, if it was up before."""
+    """When the generate unit serves again, if it was active before."""
     if config.server("generate").kind != "systemd":
         return ""
     back = clock(now, (total + known.start_seconds).typical)
@@ -223,7 +234,7 @@ def _of_production(config: Config, known: Rates, now: datetime, total: Range) ->
 
 
 def _of_the_disk(config: Config, known: Rates, count: Sizes, parts: list[Estimate]) -> list[str]:
-    """What 04 asks of the disk, and how many GPUs that feeds; nothing where the rate of a whole 04 was measured."""
+    """How fast 04 must read, and how many GPUs the disk can feed; empty if the rate of a whole 04 was measured."""
     if not known.train_steps_only or "04_train" in config.run.take:
         return []
     training = next(part for part in parts if part.stage == "04_train")
@@ -235,7 +246,7 @@ def _of_the_disk(config: Config, known: Rates, count: Sizes, parts: list[Estimat
     text = f"  04 reads {size(amount)} of states, {size(each)}/s for one GPU at that rate; "
     if known.disk:
         return [text + f"the disk gives {size(known.disk)}/s: it feeds {known.disk / each:.1f} GPUs"]
-    return [text + "not known here is what the disk gives, and 04 is counted as if it kept up"]
+    return [text + "the speed of the disk is unknown here, so the plan assumes that it keeps up"]
 
 
 def _of_a_deadline(
@@ -250,13 +261,13 @@ def _of_a_deadline(
     return [f"deadline {deadline:%a %H:%M}: 01b has all {rows:,} rows before it, at about {done}"]
 
 
-def _of_the_trial(config: Config, parts: list[Estimate]) -> list[str]:
-    if parts[0].stage != TRIAL:
+def _of_the_smoke_test(config: Config, parts: list[Estimate]) -> list[str]:
+    if parts[0].stage != SMOKE_TEST:
         return []
     both = parts[0].seconds + parts[0].start_seconds + parts[1].start_seconds
     return [
-        f"the first night begins with the warm start as it is, {duration(both)} with the start of 01b's server, "
-        "which makes room for it; acceptance.smoke=false goes without"
+        f"the first run smoke-tests the untrained warm start: {duration(both)}, with the start of 01b's server after "
+        "it; acceptance.smoke=false skips it"
     ]
 
 
@@ -273,7 +284,7 @@ def _of_a_source(source: Source) -> str:
 
 
 def guesses(config: Config) -> bool:
-    """Whether some rate is not this machine's own."""
+    """Whether some rate was not measured on this machine."""
     known = measured_or(config, profile(default_profile(config)))
     return not known.measured >= OF_PROFILE
 
@@ -295,9 +306,9 @@ def _fits(config, known: Rates, count: Sizes, done_by: datetime | None, now: dat
 
 
 def _platforms(config: Config, asked: int) -> list[str]:
-    """Where else: time and money of 01b to 04 on every platform for this size of model, its server already up.
+    """Time and cost of 01b to 04 on every platform for this size of model, with 01b's server already up.
 
-    Of a rented one, also what it costs to move the states there.
+    For rented platforms also the cost of moving the states there.
     """
     here = profile(default_profile(config))
     rows, moves = [], []
@@ -320,7 +331,7 @@ def _platforms(config: Config, asked: int) -> list[str]:
 
 
 def show(config: Config, profile_name: str | None, deadline: datetime | None, done_by: datetime | None) -> str:
-    """The page. Raises ConfigError for prompts and taken stages that are not here, and what the model refuses."""
+    """The plan as text. Raises ConfigError for missing prompts or taken stages and for wrong settings."""
     for name in config.run.take:
         stage.read_taken(config, name)
     if "01b_synthetic" not in config.run.take:
@@ -333,9 +344,9 @@ def show(config: Config, profile_name: str | None, deadline: datetime | None, do
 
 
 def to_record(config: Config, limit: int | None = None) -> dict:
-    """Seconds, starts included, and bytes by stage, for the report to compare with what happened.
+    """Seconds (server starts included) and bytes by stage, which the report compares with the run.
 
-    Of so many `conversations`: at most `limit` beside the held-out ones.
+    `conversations` is the number they are for: at most `limit` beside the held-out ones.
     """
     platform = profile(default_profile(config))
     known = measured_or(config, platform)
@@ -355,8 +366,8 @@ def to_record(config: Config, limit: int | None = None) -> dict:
 def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.pipeline.plan")
     arguments.add_argument("--profile", metavar="NAME", help="a file of configs/profiles; default: this machine's")
-    arguments.add_argument("--deadline", metavar="HH:MM", help="when 01b is to stop generating")
-    arguments.add_argument("--done-by", metavar="HH:MM", help="say what is done by then, and propose it")
+    arguments.add_argument("--deadline", metavar="HH:MM", help="when 01b stops generating")
+    arguments.add_argument("--done-by", metavar="HH:MM", help="propose what is finished by then")
     arguments.add_argument("--json", action="store_true", help="the estimate by stage, for programs")
 
     def body(config: Config, args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Platforms as `configs/profiles` describes them: their rates with a model of Kimi's or of SmolLM2's size."""
+"""The platforms of `configs/profiles`: their rates with a model of Kimi's or SmolLM2's size."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from drafter.config import ROOT
 from drafter.errors import ConfigError
 
 PROFILES = ROOT / "configs/profiles"
-LARGE_MODEL = 4096  # hidden size above which profiles of Kimi-K2.5 are nearer than those of SmolLM2
+LARGE_MODEL = 4096  # hidden size above which a profile of Kimi-K2.5 fits better than one of SmolLM2
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Range:
         return Range(self.low * factor, self.typical * factor, self.high * factor)
 
     def over(self, rate: "Range") -> "Range":
-        """Time for this much at that rate: low at the high rate."""
+        """Time for this amount at that rate; the low value is the one at the high rate."""
         return Range(self.low / rate.high, self.typical / rate.typical, self.high / rate.low)
 
 
@@ -41,22 +41,22 @@ class Profile:
 
     title: str
     model: dict
-    answer_tokens: Range  # mean, where nothing is cut
+    answer_tokens: Range  # mean without a limit
     start_minutes: Range
     generate_tokens_per_s: Range
     extract_tokens_per_s: Range
     train_tokens_per_s: Range
-    train_steps_only: bool = False  # whether that is the rate of steps, without validations and the disk
+    train_steps_only: bool = False  # the train rate covers steps, without validations and the disk
     usd_per_hour: Range = Range(0, 0, 0)
     prompt_tokens: float = 0
-    gpu: str = ""  # in the name that nvidia-smi shows; without: a CPU
+    gpu: str = ""  # part of the name that nvidia-smi shows; empty: a CPU
     gpus: int = 0
     gpu_gib: float = 0  # memory of one
-    resident_gib: float = 0  # of that what the weights and a step take, the model spread over all GPUs
+    resident_gib: float = 0  # of that, taken by the weights and a step, with the model split over all GPUs
     dcp_rate: dict[int, float] = field(default_factory=dict)  # decode context parallel size -> share of the rate
 
     def is_of(self, large: bool, gpus: list[str]) -> bool:
-        """Whether it was measured with a model of this size on a machine with such GPUs."""
+        """Whether the profile is for a model of this size on a machine with such GPUs."""
         if large != (self.model["hidden_size"] > LARGE_MODEL):
             return False
         return sum(self.gpu in name for name in gpus) >= self.gpus if self.gpu else not gpus
@@ -68,7 +68,7 @@ def profiles() -> list[str]:
 
 @cache
 def profile(name: str) -> Profile:
-    """Raises ConfigError naming the profiles there are."""
+    """Raises ConfigError with the names of the profiles."""
     path = PROFILES / f"{name}.yaml"
     if name not in profiles():
         raise ConfigError(f"no profile {name}: choose from {', '.join(profiles())}")
@@ -78,11 +78,11 @@ def profile(name: str) -> Profile:
 
 
 def mean_when_cut(mean: float, cut_at: float) -> float:
-    """Mean length of answers that are cut there: as measured, their lengths fall off exponentially."""
+    """Mean length of answers that are cut at `cut_at`; their measured lengths are distributed exponentially."""
     return mean * (1 - math.exp(-cut_at / mean))
 
 
 def held_when_cut(mean: float, cut_at: float) -> float:
-    """Tokens that an answer in progress holds on average: a long one is in progress for longer."""
+    """Mean tokens of an answer in progress: long answers are in progress for longer."""
     share = cut_at / mean
     return mean * (1 - math.exp(-share) * (1 + share)) / (1 - math.exp(-share))

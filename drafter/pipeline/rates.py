@@ -1,4 +1,4 @@
-"""How fast this machine is: earlier manifests where there are any, else the figures of a platform's profile."""
+"""The speed of this machine: from earlier manifests if there are any, else from a platform's profile."""
 
 import dataclasses
 import math
@@ -14,34 +14,34 @@ from drafter.pipeline import disk_rate, kv_room
 from drafter.pipeline.profiles import LARGE_MODEL, Profile, Range, mean_when_cut, profile, profiles
 
 EXPORT_SECONDS = Range(3, 7, 20)  # imports, and the logits of two rows
-EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # of 6 a parameter: fp32 is read, bf16 written
+EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # 6 bytes a parameter: fp32 is read, bf16 written
 
 
-# Rates that a profile gives where nothing was measured; the others follow from these.
+# Rates that a profile gives if nothing was measured; the others follow from these.
 OF_PROFILE = frozenset({"generate", "extract", "train", "answer_tokens", "row_tokens"})
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the plan counts with, and where each figure comes from."""
+    """The rates behind the plan, and where each comes from."""
 
     start_seconds: Range
     generate: Range  # tokens a second
     extract: Range
     train: Range
-    answer_tokens: Range  # of a row: what is written
-    row_tokens: Range  # what is read and trained on, the prompt included
-    evaluate: Range  # prompts a second of 06, under its first cell
+    answer_tokens: Range  # generated tokens of a row
+    row_tokens: Range  # all tokens of a row, the prompt included
+    evaluate: Range  # prompts a second of 06 in its first cell
     export: Range  # seconds of 05
-    sources: dict[str, str]  # where each rate comes from, to be shown
-    measured: frozenset[str] = frozenset()  # the rates that earlier runs of this machine gave
-    train_steps_only: bool = False  # as in the profile; what was measured is the rate of the whole stage
-    disk: float | None = None  # bytes a second that the disk of the states gives; None: unknown
-    trial: bool = False  # the untrained warm start is served before the night
+    sources: dict[str, str]  # rate -> where it comes from
+    measured: frozenset[str] = frozenset()  # rates that were measured on this machine
+    train_steps_only: bool = False  # as in Profile; a measured rate covers the whole stage
+    disk: float | None = None  # bytes a second read from the disk of the states; None: unknown
+    smoke_test: bool = False  # the untrained warm start is to be tested first
 
 
 def of_profile(config: Config, platform: Profile) -> Rates:
-    """The platform's own figures."""
+    """The rates of a profile."""
     cut_at = config.generate.max_tokens
     answer = _answer(platform, cut_at)
     return Rates(
@@ -60,7 +60,7 @@ def of_profile(config: Config, platform: Profile) -> Rates:
 
 
 def with_kv_room(config: Config, platform: Profile) -> Rates:
-    """The platform's figures, 01b's as its server's KV cache leaves it."""
+    """The rates of a profile, that of 01b reduced to what its server's KV cache allows."""
     rates = of_profile(config, platform)
     room = kv_room.of(config, platform)
     if room is None or room.rate == 1:
@@ -76,23 +76,23 @@ def _answer(platform: Profile, cut_at: float) -> Range:
 
 
 def _evaluate(config: Config, platform: Profile, generate: Range) -> Range:
-    """Prompts a second of 06's first cell, where nobody has measured them: as in 01b, with fewer in flight."""
+    """Prompts a second of 06's first cell if not measured: 01b's rate, adjusted to the requests in flight."""
     acceptance = config.acceptance
     rate = in_flight(generate, acceptance.cells[0].concurrency / config.generate.concurrency)
     return rate.over(_answer(platform, acceptance.max_tokens))
 
 
 def in_flight(rate: Range, share: float) -> Range:
-    """A server's rate with this multiple of the requests in flight: between no change and in proportion.
+    """A server's rate with `share` times the requests in flight: between unchanged and proportional.
 
-    With the root 06 takes what it took on both machines of docs/measurements.md.
+    The typical value takes the square root, which fits 06 on both machines of docs/measurements.md.
     """
     return Range(rate.low * min(1, share), rate.typical * math.sqrt(share), rate.high * max(1, share))
 
 
 def measured_or(config: Config, platform: Profile) -> Rates:
-    """Measured where an earlier run of the same target on this machine left a manifest, else the platform's."""
-    rates = dataclasses.replace(with_kv_room(config, platform), trial=_to_be_tried(config))
+    """Rates measured by earlier runs with the same target in this `run.dir`, the others from the profile."""
+    rates = dataclasses.replace(with_kv_room(config, platform), smoke_test=_needs_smoke_test(config))
     measured = _measured(config)
     for name, (value, run) in measured.items():
         spread = Range(0.8 * value, value, 1.25 * value)
@@ -107,10 +107,10 @@ def measured_or(config: Config, platform: Profile) -> Rates:
     return rates
 
 
-def _to_be_tried(config: Config) -> bool:
+def _needs_smoke_test(config: Config) -> bool:
     if not (config.acceptance.smoke and config.train.warm_start):
         return False
-    from drafter.acceptance import stage as acceptance  # needs torch, which other plans do without
+    from drafter.acceptance import stage as acceptance  # needs torch, which other plans do not
 
     try:
         return acceptance.needs_smoke_test(config)
@@ -119,7 +119,7 @@ def _to_be_tried(config: Config) -> bool:
 
 
 def _measured(config: Config) -> dict[str, tuple[float, str]]:
-    """Rates by name, each the newest manifest's, with the run it comes from."""
+    """Rate -> (value, run), each from the newest manifest that has it."""
     found: dict[str, tuple[float, str]] = {}
     for name, stage_name, read in (
         ("generate", "01b_synthetic", lambda facts, _: facts["generation"]["output_tokens_per_second"]),
@@ -142,7 +142,7 @@ def _measured(config: Config) -> dict[str, tuple[float, str]]:
 
 
 def _prompts_per_second(config: Config, made: dict) -> float:
-    """Of an earlier 06 with as many requests in flight and answers cut at the same length, else 0."""
+    """Rate of an earlier 06 with the same concurrency and max_tokens, else 0."""
     acceptance = config.acceptance
     if made["config"]["acceptance"]["max_tokens"] != acceptance.max_tokens:
         return 0
@@ -171,14 +171,14 @@ def _manifests(config: Config, stage_name: str) -> Iterable[dict]:
 
 
 def default_profile(config: Config) -> str:
-    """The profile of this machine and size of model; where none `is_of` them, the nearest."""
+    """The profile for this machine and size of model; if none fits, the nearest one."""
     large, gpus = _is_large(config), gpu.names()
     nearest = "rtx_pro_6000_x8" if large else "h200_x1" if gpus else "cpu_2cores"
     return next((name for name in profiles() if profile(name).is_of(large, gpus)), nearest)
 
 
 def other_machine(config: Config, platform: Profile) -> str | None:
-    """This machine in words, when the profile is of another one or of another size of model."""
+    """Description of this machine if the profile is for another one or another size of model, else None."""
     gpus = gpu.names()
     if platform.is_of(_is_large(config), gpus):
         return None
@@ -189,5 +189,5 @@ def _is_large(config: Config) -> bool:
     try:
         return config.target.architecture.hidden_size > LARGE_MODEL
     except ConfigError:
-        # The default model is made when it is needed; another one that is not here is planned for the large box.
+        # The default model is created on demand; a missing model is planned as a large one.
         return config.target.model != model_folder.DEFAULT_MODEL

@@ -344,8 +344,8 @@ def test_the_first_night_of_a_warm_start_begins_with_its_trial(kimi, tmp_path):
     """X02: two server starts of 22 minutes, the second being that of 01b."""
     now = datetime(2026, 11, 29, 19, 0)
     text = plan.page(kimi, rates.profile(BOX), now)
-    assert "begins with the warm start as it is, 45.0 min" in text
-    assert plan.to_record(kimi)[plan.TRIAL]["seconds"]["typical"] == 22 * 60 + 60
+    assert "smoke-tests the untrained warm start: 45.0 min" in text
+    assert plan.to_record(kimi)[plan.SMOKE_TEST]["seconds"]["typical"] == 22 * 60 + 60
     without = config.load(config.ROOT / "configs/kimi_k25.yaml", [f"run.dir={tmp_path}", "acceptance.smoke=false"])
     assert "warm start" not in plan.page(without, rates.profile(BOX), now)
 
@@ -460,7 +460,7 @@ def test_the_plan_says_what_the_disk_feeds_and_when_production_serves_again(kimi
     now = datetime(2026, 11, 29, 19, 0)
     text = plan.page(kimi, rates.profile(BOX), now)
     assert "done Mon 09:" in text and "vllm-kimi-k25-int4, if it was up before, serves again Mon 10:" in text
-    assert "04 reads 12.6" in text and "not known here is what the disk gives" in text
+    assert "04 reads 12.6" in text and "the speed of the disk is unknown here" in text
     monkeypatch.setattr(disk_rate, "bytes_per_second", lambda _: 2.82e9)
     assert "the disk gives 2.82 GB/s: it feeds 2.0 GPUs" in plan.page(kimi, rates.profile(BOX), now)
 

@@ -1,6 +1,6 @@
 """The pipeline over scripted stages: FAKES is the folder that holds one link a stage.
 
-Without PREFLIGHT in the environment it goes without: that has tests of its own, and imports torch for every run.
+Without PREFLIGHT in the environment the preflight is skipped: it has tests of its own and imports torch.
 """
 
 import os
