@@ -1,4 +1,4 @@
-"""`run_pipeline.sh --dry-run`: what each stage would do, what is wrong, and what to change, for a person."""
+"""`run_pipeline.sh --dry-run`: what each stage would do, and what must be fixed before."""
 
 from collections.abc import Iterator
 
@@ -20,17 +20,17 @@ UNITS: dict[StageName, str] = {
 
 
 def lines(config: Config, plans: list[dict]) -> Iterator[str]:
-    """The page, from what the stages' own `--dry-run` say. Raises ContractError on a broken manifest."""
+    """Lines of the page, from the summaries of the stages' `--dry-run`. Raises ContractError on a broken manifest."""
     asked = [each["stage"] for each in plans if each["stage"] not in config.run.take]
     if config.target.model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
         yield f"run {config.run.name} in {config.run_dir}"
-        yield f"  the first run makes its target, {DEFAULT_MODEL}; without it nothing more is known"
+        yield f"  the first run creates the target {DEFAULT_MODEL}; nothing more can be checked without it"
         return
     found = preflight.findings(config, asked)
     without_input = preflight.missing_inputs(config, asked).values()
     yield f"run {config.run.name} in {config.run_dir}"
     freed = disk.freed(config.run_dir)
-    to_come: set[StageName] = set()  # whose output is not all there yet
+    to_come: set[StageName] = set()  # stages whose output is not complete yet
     for each in plans:
         name = each["stage"]
         if name in config.run.take:
@@ -44,21 +44,21 @@ def lines(config: Config, plans: list[dict]) -> Iterator[str]:
             continue
         before = [needed for needed in preflight.inputs(config, name) if needed in to_come]
         lacks_input = name in without_input
-        if not before and not lacks_input:  # else its findings are about what is not there yet
+        if not before and not lacks_input:  # otherwise its findings are about missing input
             for finding in each["findings"]:
                 found.setdefault(finding, name)
         if before or lacks_input or each["pending"] or each.get("stale"):
             to_come.add(name)
-        again = "freed by drafter.disk clean, and made again: " if name in freed else ""
+        again = "freed by drafter.disk clean, will be made again: " if name in freed else ""
         yield f"  {name:<17} {again}{_work(each, before, lacks_input)}"
         for finding in (line for line, stopped in found.items() if stopped == name):
             yield f"      ! {finding}"
         for note in (*each.get("read", ()), *each.get("broken", ()), *each.get("notes", ())):
             yield f"      {note}"
     if found:
-        yield f"{len(found)} to be put right (!) before `run_pipeline.sh` starts anything"
+        yield f"{len(found)} to fix (!) before `run_pipeline.sh` starts anything"
     else:
-        yield "nothing is known that would stop it"
+        yield "nothing to fix was found"
 
 
 def _work(plan: dict, before: list[StageName], lacks_input: bool) -> str:
@@ -67,7 +67,7 @@ def _work(plan: dict, before: list[StageName], lacks_input: bool) -> str:
     if lacks_input or plan["findings"]:
         return "cannot begin"
     if "notes" in plan:
-        return "all there is to do, how much is not known offline"
+        return "everything is left to do; the number is unknown offline"
     if not plan["pending"] and "stale" in plan:
         return f"its counts to write again: {plan['stale']}"
     if not plan["pending"]:

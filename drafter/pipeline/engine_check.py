@@ -1,4 +1,4 @@
-"""What the installed vLLM can do, asked in the server's own interpreter and kept, since importing vLLM takes long."""
+"""Whether the installed vLLM fits the run, asked in the server's interpreter; cached, since imports take long."""
 
 import hashlib
 import json
@@ -14,17 +14,17 @@ from drafter.config import Config, Role
 from drafter.serve import vllm_command
 from drafter.target import eagle3_folder
 
-KEPT = "engine.json"  # below run.dir: the answers of each engine, by what was asked of it
+KEPT = "engine.json"  # in run.dir: answers by question
 KEPT_ANSWERS = 32
 
-# The last argument of each question is the process that asks: when that is killed, the interpreter ends too.
+# The last argument of each script is the asking process: when that is killed, the interpreter ends too.
 FOLLOW_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 if os.getppid() != int(sys.argv.pop()):
     sys.exit(1)
 """
-# Run by the server's own interpreter, which may be another environment.
+# Run by the server's interpreter, which may belong to another environment.
 ASK = """
 import contextlib, json
 import vllm
@@ -34,7 +34,7 @@ try:
     known = sys.argv[1] in ModelRegistry.get_supported_archs()
     answer = known and bool(supports_eagle3(ModelRegistry._try_load_model_cls(sys.argv[1])))
 except (ImportError, AttributeError):
-    answer = None  # these are not vLLM's public names: one that lacks them cannot be asked, and may well be right
+    answer = None  # private names of vLLM: a version without them cannot be asked
 refused = {}
 with contextlib.suppress(ImportError):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -64,9 +64,9 @@ print(json.dumps([sys.executable, sorted(pair for pair in found if pair[0] in wa
 
 
 def findings(config: Config, keep: bool = False, started: Collection[Role] = get_args(Role)) -> Iterator[str]:
-    """Whether vLLM can draft for this kind of model and knows the flags of the roles that will be `started`.
+    """vLLM supports EAGLE-3 for this target and accepts the flags of the roles that will be `started`.
 
-    The answer is taken from `run.dir` when the same engine was asked the same before, and kept there with `keep`.
+    The answer comes from `run.dir` if the same engine was asked the same before; `keep` stores a new one there.
     """
     own = config.servers.evaluate
     if own.kind != "command":
@@ -105,7 +105,7 @@ def _path(config: Config) -> Path:
 
 
 def _kept(config: Config) -> dict[str, dict[str, Any]]:
-    """Answers by key, of a well-formed file."""
+    """Cached answers by question; {} if the file is missing or malformed."""
     with suppress(OSError):
         found = files.read_note(_path(config))
         return {
@@ -117,9 +117,9 @@ def _kept(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _keep(config: Config, key: str, answer: dict[str, Any]) -> None:
-    """The newest answers stay; where this user may not write, the engine is asked again next time."""
+    """Add an answer to the newest ones; where this user may not write, the engine is asked again next time."""
     if not config.run.dir.is_dir():
-        return  # it is made only once a run begins
+        return  # it is created when a run begins
     with suppress(OSError):
         others = {each: kept for each, kept in _kept(config).items() if each != key}
         files.write_json(_path(config), dict([*others.items(), (key, answer)][-KEPT_ANSWERS:]))

@@ -1,4 +1,4 @@
-"""Every check of every stage that can be made before the first: what is knowable at 19:00 must not fail at 04:00."""
+"""All checks of all stages that can be made before the first one: no run must fail at 04:00 that could at 19:00."""
 
 import contextlib
 import os
@@ -33,13 +33,13 @@ STARTS: dict[StageName, Role] = {
     "06_acceptance": "evaluate",
 }
 
-Check = Callable[..., Iterable[str]]
+Check = Callable[..., Iterable[str] | None]  # yields findings, or raises the only one
 
 
 def findings(config: Config, stages: Iterable[StageName], keep: bool = False) -> dict[str, StageName]:
-    """What would stop one of these stages later, one line each, with the first that it would stop.
+    """Findings that would stop one of these stages later: one line each -> the first stage that it would stop.
 
-    Changes nothing, but for the engine's answers, which are kept with `keep`.
+    Changes nothing, except that `keep` caches the engine's answers.
     """
     stages = [name for name in STAGES if name in set(stages)]
     found = missing_inputs(config, stages)
@@ -51,7 +51,7 @@ def findings(config: Config, stages: Iterable[StageName], keep: bool = False) ->
             if check is engine_check.findings:
                 given["keep"] = keep
             try:
-                for line in check(config, **given):
+                for line in check(config, **given) or ():
                     found.setdefault(line, stopped)
             except (StageError, OSError) as error:
                 found.setdefault(str(error), stopped)
@@ -59,12 +59,12 @@ def findings(config: Config, stages: Iterable[StageName], keep: bool = False) ->
 
 
 def roles_started(config: Config, stages: Collection[StageName]) -> list[Role]:
-    """The roles that these stages start, and the test of the warm start before them when it is still to be made."""
+    """The roles that these stages start, including the one for the smoke test if that is pending."""
     needed = {STARTS[name] for name in stages if name in STARTS}
     if "evaluate" not in needed and "04_train" in stages and config.acceptance.smoke and config.train.warm_start:
         try:
             tested = smoke_record.key(config) in smoke_record.read_all(config)
-        except (StageError, OSError):  # `reference` or `target` names what is missing
+        except (StageError, OSError):  # the checks `reference` and `target` report what is missing
             tested = False
         if not tested:
             needed.add("evaluate")
@@ -80,20 +80,20 @@ def inputs(config: Config, name: StageName) -> list[StageName]:
 
 
 def missing_inputs(config: Config, stages: list[StageName]) -> dict[str, StageName]:
-    """What a stage reads and neither is there nor is made by an earlier one of `stages`, each once."""
+    """Missing inputs that no earlier one of `stages` makes: a line for each -> the stage that needs it."""
 
-    def is_there(name: StageName) -> bool:
+    def exists(name: StageName) -> bool:
         return name in config.run.take or (config.stage_dir(name) / "manifest.json").exists()
 
     found = {}
-    told: list[StageName] = []
+    reported: list[StageName] = []
     for number, name in enumerate(stages):
         for needed in inputs(config, name):
-            if needed in (*stages[:number], *told) or is_there(needed):
+            if needed in (*stages[:number], *reported) or exists(needed):
                 continue
-            told.append(needed)
+            reported.append(needed)
             first = needed
-            while (before := inputs(config, first)) and not is_there(before[0]):
+            while (before := inputs(config, first)) and not exists(before[0]):
                 first = before[0]
             found[
                 f"{name} needs {needed}, which has not run: nothing in {config.stage_dir(needed)}; make it with "
@@ -104,15 +104,14 @@ def missing_inputs(config: Config, stages: list[StageName]) -> dict[str, StageNa
     return found
 
 
-def target(config: Config) -> Iterator[str]:
-    """Layer ids and lengths against the model, and its three tensors, which training and the probe need."""
+def target(config: Config) -> None:
+    """Layer ids and lengths fit the model, and the tensors that training and the probe need can be read."""
     config.check_against_model()
     head.read_verifier(config.target.model)
-    yield from ()
 
 
 def reference(config: Config) -> Iterator[str]:
-    """The drafters to start from, to export like and to compare with open, and draft for this target."""
+    """The warm start, the export's reference and the drafters to compare can be read and draft for this target."""
     checks = {config.train.warm_start: eagle3_folder.check_folder}
     checks |= {config.export.reference: eagle3_folder.check_folder}
     for label in config.acceptance.drafters:
@@ -130,13 +129,13 @@ def sources(config: Config) -> Iterator[str]:
     yield from plan.prompt_faults(config)
     least, asked = config.generate.min_rows, estimates.conversations_asked(config)
     if asked is None or any(source.turns == "all" for source in config.prompts):
-        return  # nobody knows how many rows that gives
+        return  # the number of rows is unknown
     if least > (rows := estimates.num_rows(config, asked)):
         yield f"generate.min_rows: {least:,} is more than the {rows:,} rows that prompts give"
 
 
 def servers(config: Config, started: Collection[Role] = ROLES) -> Iterator[str]:
-    """What a role is started and asked with: interpreter, API key, a context that the run fits in."""
+    """Interpreter and API key exist, and the context is long enough for the run."""
     for role in started:
         own = config.server(role)
         if own.api_key_env and own.api_key_env not in os.environ:
@@ -157,20 +156,19 @@ def servers(config: Config, started: Collection[Role] = ROLES) -> Iterator[str]:
 
 
 def drafting(config: Config) -> Iterator[str]:
-    """What a drafter asks of the role that serves it."""
+    """The role `evaluate` can serve a drafter and count its drafts."""
     own = config.servers.evaluate
     if set(config.acceptance.drafters) == {NONE}:
         return
     if own.kind != "command":
         yield f"servers.evaluate.kind: {roles.NEEDS_COMMAND}"
     if own.flags.get("disable-log-stats"):
-        yield "servers.evaluate.args: drafts are not counted with disable-log-stats: leave it out"
+        yield "servers.evaluate.args: disable-log-stats prevents counting drafts: leave it out"
 
 
-def template(config: Config) -> Iterator[str]:
-    """Without a chat template a server boots, and refuses every conversation."""
+def template(config: Config) -> None:
+    """There is a chat template: without one a server boots and then refuses every conversation."""
     chat.check_template(config)
-    yield from ()
 
 
 def memory(config: Config) -> Iterator[str]:
@@ -181,7 +179,7 @@ def memory(config: Config) -> Iterator[str]:
 
 
 def cache(config: Config, started: Collection[Role] = ROLES) -> Iterator[str]:
-    """The KV cache of a server on the CPU fits in memory. vLLM says so 50 lines before its log ends."""
+    """The KV cache of a server on the CPU fits in memory; vLLM's own message is hard to find in its log."""
     has = memory_limit()
     for role in started:
         own = config.server(role)
@@ -194,15 +192,15 @@ def cache(config: Config, started: Collection[Role] = ROLES) -> Iterator[str]:
 
 
 def memory_limit() -> int:
-    """Bytes of memory that processes here may use: the machine's, or what its container leaves of it."""
+    """Bytes of memory that processes may use: the machine's, or the container's limit."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # "max", or no such control group
+    with contextlib.suppress(OSError, ValueError):  # "max", or no control group
         return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return machine
 
 
 def shared_memory(config: Config, started: Collection[Role] = ROLES) -> Iterator[str]:
-    """A server of several processes, as every one on the CPU is, passes messages through /dev/shm."""
+    """/dev/shm has room for the messages of a server with several processes, which every CPU server has."""
     found = gpu.query_memory()
     on_cpu = not found.gpus and not found.unknown
     for role in started:
@@ -212,24 +210,22 @@ def shared_memory(config: Config, started: Collection[Role] = ROLES) -> Iterator
             continue
         if (free := files.free_bytes(SHARED)) < QUEUE_BYTES:
             yield (
-                f"{SHARED}: {size(free)} are free, and a vLLM of several processes needs "
+                f"{SHARED}: {size(free)} are free, and vLLM with several processes needs "
                 f"{size(QUEUE_BYTES)} there: start the container with --shm-size=1g or --ipc=host"
             )
             return
 
 
-def training(config: Config) -> Iterator[str]:
+def training(config: Config) -> None:
     eagle3_folder.check_settings(config)
-    yield from ()
 
 
-def versions(config: Config) -> Iterator[str]:
+def versions(config: Config) -> None:
     eagle3_folder.check_engine(config)
-    yield from ()
 
 
 def ports(config: Config, started: Collection[Role] = ROLES) -> Iterator[str]:
-    """A `command` role that is not up yet needs its port free."""
+    """The port of a `command` role that is not up yet is free."""
     for role in started:
         own = config.server(role)
         if own.kind != "command" or roles.alive(config, role):
@@ -239,10 +235,10 @@ def ports(config: Config, started: Collection[Role] = ROLES) -> Iterator[str]:
 
 
 def units(config: Config) -> Iterator[str]:
-    """The units are installed, and sudo lets this user start, stop and read them as configured.
+    """The units are installed, and sudo permits this user to start, stop and read them.
 
-    Nothing is started or stopped to find out. What sudo lists may still ask for a password, which only running it
-    would show. Those of every role are looked at, since the pipeline stops and gives back all of them.
+    Checked without starting or stopping anything. A command that sudo lists may still ask for a password, which only
+    running it would show. The units of all roles are checked, since the pipeline stops and restores all of them.
     """
     for role in ROLES:
         own = config.server(role)
@@ -257,7 +253,7 @@ def units(config: Config) -> Iterator[str]:
 
 def folders(config: Config) -> Iterator[str]:
     if absent := sharing.missing_folder(config.run.dir):
-        yield f"run.dir: {absent} does not exist; make it, or mount what belongs there"
+        yield f"run.dir: {absent} does not exist; create it, or mount its file system"
         return
     folder = config.run_dir
     while not folder.exists():
@@ -267,7 +263,7 @@ def folders(config: Config) -> Iterator[str]:
 
 
 def event(config: Config) -> Iterator[str]:
-    """Nobody hears of a night whose command the shell cannot read."""
+    """The shell can parse the command: otherwise no event would be reported."""
     if config.run.on_event:
         done = process.run(["/bin/sh", "-n", "-c", config.run.on_event], timeout=30)
         if done.returncode:
@@ -275,8 +271,8 @@ def event(config: Config) -> Iterator[str]:
 
 
 def budget(config: Config) -> Iterator[str]:
-    """Each server start of 06 has an equal share of the budget, in which it must also measure."""
-    _ = config.target.architecture  # without it, how long a start takes is anybody's guess
+    """The budget of 06 is longer than its server starts, so that each start leaves time to measure."""
+    _ = config.target.architecture  # raises ConfigError without a model, whose start time is unknown
     known = rates.measured_or(config, rates.profile(rates.default_profile(config)))
     minutes, starts = config.acceptance.budget_minutes, estimates.num_server_starts(config)
     if minutes <= starts * (start := known.start_seconds.typical / 60):
@@ -284,8 +280,8 @@ def budget(config: Config) -> Iterator[str]:
 
 
 def space(config: Config) -> Iterator[str]:
-    """The states that are still to be written, against the disk without its reserve."""
-    _ = config.target.architecture  # without it, nobody knows what a row takes
+    """The hidden states fit the free disk minus the reserve."""
+    _ = config.target.architecture  # raises ConfigError without a model, whose row size is unknown
     platform = rates.profile(rates.default_profile(config))
     known = rates.measured_or(config, platform)
     asked = estimates.conversations_asked(config)
@@ -349,6 +345,6 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
 
 
 def refuse_findings(config: Config, stages: Iterable[StageName]) -> None:
-    """Before a real run. Raises ConfigError with every finding."""
+    """Before a real run. Raises ConfigError with all findings."""
     if found := missing_inputs(config, list(stages)) or findings(config, stages, keep=True):
-        raise ConfigError("before anything is started: " + "; ".join(found))
+        raise ConfigError("nothing was started: " + "; ".join(found))

@@ -1,4 +1,4 @@
-"""What a run has left behind so far, read for people: by `status` and by the report, whoever ran the stages."""
+"""The state of a run, read from its files for `status` and the report, also after stages that were run manually."""
 
 import contextlib
 import re
@@ -12,14 +12,14 @@ from drafter.config import STAGES, Config, StageName
 from drafter.errors import StageError
 from drafter.pipeline.deadline import ended_at
 
-NOT_ASKED = ("held_out", "duplicate")  # rejects that were never to be answered
-BEGINS = "begins: "  # in a stage's log, before what it says in one call
+NOT_ASKED = ("held_out", "duplicate")  # reject reasons of conversations that are not meant to be answered
+BEGINS = "begins: "  # in a stage's log, before the output of each call
 BEGIN = re.compile(rf"^\d\d:\d\d:\d\d {BEGINS}.*\n?", re.MULTILINE)
 WORDS = {"01b_synthetic": "rows", "02_hidden_states": "rows", "06_acceptance": "measurements"}
 
 
 class Trouble(NamedTuple):
-    """Why a run stands still: `how` is the word for it, `failed` or `interrupted`, `at` the stage or empty."""
+    """Why a run has stopped: `how` is `failed` or `interrupted`, `at` the stage or empty."""
 
     how: str
     at: str
@@ -27,7 +27,7 @@ class Trouble(NamedTuple):
 
 
 class RunState:
-    """Everything a run has left behind so far."""
+    """The files of a run, as far as they exist."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -47,7 +47,7 @@ class RunState:
         self.metrics = checked.records_or_empty(config.stage_dir("04_train") / "metrics.jsonl", run_files.Metric)
 
     def _taken(self) -> dict[str, Path]:
-        """Folders of stages taken from other runs: by this config, or by one that a stage was made with."""
+        """Folders of stages taken from other runs, by this config or by the one that a stage was made with."""
         recorded: dict[str, Path] = {}
         for name in STAGES:
             with contextlib.suppress(StageError, OSError):
@@ -59,21 +59,21 @@ class RunState:
         return self.manifests[name] or {}
 
     def pipeline_record(self, name: str) -> dict:
-        """What the pipeline noted of a stage; nothing of a finished one whose folder was removed since."""
+        """The pipeline's record of a stage; {} for a finished one whose folder was removed since."""
         noted = self.state.get("stages", {}).get(name, {})
         return {} if noted.get("status") == "complete" and not self.manifests[name] else noted
 
-    def progressed(self, name: StageName) -> list[dict]:
-        """How far a stage was and when, of all its calls."""
+    def progress_records(self, name: StageName) -> list[dict]:
+        """Progress of a stage over time, of all its calls."""
         return checked.records_or_empty(self.config.stage_dir(name) / progress.RECORDS, run_files.Progressed)
 
     def log(self, name: str) -> str:
-        """A stage's talk, of all its calls by the pipeline."""
+        """Log of a stage, of all its calls by the pipeline."""
         path = self._log(name)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def latest_log(self, name: str) -> str:
-        """The talk of a stage's latest call alone: of one by hand nobody keeps it, and a server may start before."""
+        """Log of the stage's latest call by the pipeline; empty if it was called manually since."""
         path = self._log(name)
         began = max(seconds_of(self.manifest(name).get("started")), self.pipeline_record(name).get("started", 0))
         if not path.exists() or path.stat().st_mtime < began:
@@ -84,16 +84,16 @@ class RunState:
         return self.config.run_dir / "logs" / f"{name}.log"
 
     def alive(self) -> bool:
-        """Whether the pipeline is at work on the run; of a copied run, it is at work on the original."""
+        """Whether the pipeline is running; False for a copy of a run, since it works on the original."""
         return process.lives(self.state) and self.state.get("home") == files.inode_id(self.config.run_dir)
 
     def has_begun(self) -> bool:
-        """Whether this run has done anything; what it takes from another is not its own."""
+        """Whether this run has done anything itself."""
         stages = (self.status(name) not in ("not begun", "taken") for name in STAGES)
         return self.config.run_dir.exists() and (bool(self.state) or any(stages))
 
     def status(self, name: str) -> str:
-        """How a stage stands, whoever ran it: its manifest says so, and the pipeline where it was there since."""
+        """Status of a stage, from its manifest and from the pipeline's record where that is newer."""
         if name in self.taken:
             return "taken"
         seen, manifest = self.pipeline_record(name), self.manifest(name)
@@ -106,7 +106,7 @@ class RunState:
         if manifest["status"] == "running":
             return _at_work(manifest.get("process") or {})
         if seen.get("status") == "failed" and seen.get("ended", 0) > seconds_of(manifest.get("updated")):
-            status = "failed"  # before it could write its manifest
+            status = "failed"  # it failed before it wrote its manifest
         else:
             status = manifest["status"]
         if status == "failed" and self._is_outdated(name):
@@ -114,7 +114,7 @@ class RunState:
         return "complete" if ended_at(manifest) else status
 
     def _is_outdated(self, name: str) -> bool:
-        """Whether a stage before this one was finished after this one failed: the failure may be repaired."""
+        """Whether an earlier stage was finished after this one failed, so that the failure may no longer exist."""
         failed = max(self.pipeline_record(name).get("ended", 0), seconds_of(self.manifest(name).get("updated")))
         before = STAGES[: STAGES.index(name)]
         finished = [
@@ -123,7 +123,7 @@ class RunState:
         return any(seconds_of(manifest.get("updated")) > failed for manifest in finished)
 
     def trouble(self) -> Trouble | None:
-        """Why the run stands still; None once that stage, or one before it, was finished since."""
+        """Why the run has stopped; None if that stage or an earlier one was finished since."""
         at, how = self.state.get("stage") or "", self.state.get("status")
         if how == "running":
             if self.alive():
@@ -140,7 +140,7 @@ class RunState:
         return None
 
     def progress(self, name: StageName) -> str:
-        """How far a stage is, in its own unit; empty where nothing is known."""
+        """Progress of a stage in its own unit; empty when unknown."""
         manifest = self.manifest(name)
         if name == "04_train":
             done = next((record["step"] for record in reversed(self.metrics) if "step" in record), 0)
@@ -148,9 +148,9 @@ class RunState:
             return f"{done:,} of {steps:,} steps" if steps else ""
         if name not in WORDS:
             return ""
-        if manifest.get("status") == "running":  # its counts come at the end
+        if manifest.get("status") == "running":  # the counts are written at the end
             began = seconds_of(manifest.get("started"))
-            last = next((each for each in reversed(self.progressed(name)) if each["at"] >= began), None)
+            last = next((each for each in reversed(self.progress_records(name)) if each["at"] >= began), None)
             return f"{last['done']:,} of {last['total']:,} {last['unit']}" if last else ""
         if not manifest.get("in"):
             return ""
@@ -164,17 +164,14 @@ class RunState:
         )
 
     def seconds(self, name: str) -> float:
-        """What a stage has taken so far, all calls together; with its servers' starts where the pipeline ran it.
-
-        Nothing where it was taken from another run.
-        """
+        """Seconds of a stage so far, all calls together, including server starts by the pipeline; 0 if taken."""
         if name in self.taken:
             return 0
         seen = self.pipeline_record(name)
         spent = seen.get("seconds", 0)
         if seen.get("status") == "running" and "started" in seen:
             log = self._log(name)
-            # Of a call that was killed, the log's last line is the last that is known.
+            # A killed call is known to have lasted at least until its last log line.
             until = time.time() if self.alive() else log.stat().st_mtime if log.exists() else 0
             spent += max(0, until - seen["started"])
         manifest = self.manifest(name)
@@ -185,7 +182,7 @@ class RunState:
         return max(spent, own)
 
     def started_at(self, name: str) -> float:
-        """When a stage's call that is at work began, with its server's start where the pipeline runs it; else 0."""
+        """Timestamp at which a running stage (with its server) was started; 0 if it is not running."""
         if self.status(name) != "running":
             return 0
         seen = self.pipeline_record(name)
@@ -197,12 +194,12 @@ class RunState:
         return round(seconds / 60, 1) if seconds else None
 
     def planned(self, name: str) -> dict[str, float]:
-        """Minutes that the plan gave a stage: typical, low, high."""
+        """Planned minutes of a stage: typical, low, high."""
         return {part: round(value / 60, 1) for part, value in self.plan.get(name, {}).get("seconds", {}).items()}
 
 
 def seconds_of(moment: str | None) -> float:
-    """A manifest's time as a timestamp; 0 where there is none."""
+    """A time of a manifest as a timestamp; 0 without one."""
     try:
         return checked.validate(run_files.Moment, datetime.fromisoformat(moment).timestamp())
     except (TypeError, ValueError, OverflowError, StageError):
@@ -210,7 +207,7 @@ def seconds_of(moment: str | None) -> float:
 
 
 def _at_work(record: dict) -> str:
-    """Of a stage that has begun and not ended; another host's processes are not seen from here."""
+    """Status of a stage that has begun and not ended; on another host it is unknown whether it still runs."""
     if process.lives(record):
         return "running"
     return "interrupted" if record.get("boot") == process.boot_id() else "begun"

@@ -1,7 +1,4 @@
-"""`run_pipeline.sh status`: where the run is, read from another terminal and changing nothing.
-
-By hand: `python -m drafter.pipeline.status --config FILE`.
-"""
+"""`run_pipeline.sh status` or `python -m drafter.pipeline.status --config FILE`: the state of a run, read only."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -31,11 +28,11 @@ def lines(config: Config) -> Iterator[str]:
             continue
         yield f"  {name:<17} {stands:<12} {progress[name]:<{width}}  {_time(found, name)}".rstrip()
     if freed := [name for name, stands in standing.items() if stands == "freed"]:
-        yield f"  drafter.disk clean freed {', '.join(freed)}; the same command would make that again"
+        yield f"  drafter.disk clean freed {', '.join(freed)}; the same command would make them again"
     if left := _left(found):
-        yield f"  done at about {datetime.fromtimestamp(time.time() + left):%a %H:%M}, as planned for what is left"
+        yield f"  done at about {datetime.fromtimestamp(time.time() + left):%a %H:%M}, as planned"
     if not alive and state.get("production"):
-        yield f"  the next run gives back: {', '.join(state['production'])}"
+        yield f"  the next call will restart: {', '.join(state['production'])}"
     if trouble:
         yield f"  last error: {trouble.reason}"
     if state.get("stage"):
@@ -52,7 +49,7 @@ def lines(config: Config) -> Iterator[str]:
 
 
 def _whole(found: RunState, standing: Mapping[StageName, str]) -> str:
-    """How the run stands: as the pipeline says, as long as nobody went on by hand."""
+    """Status of the run: the pipeline's, unless stages were run manually since."""
     if set(standing.values()) <= {"complete", "taken", "freed"}:
         return "complete"
     trouble = found.trouble()
@@ -60,11 +57,11 @@ def _whole(found: RunState, standing: Mapping[StageName, str]) -> str:
         return f"{trouble.how}; the same command continues it" if trouble.how == "interrupted" else trouble.how
     if found.alive() and found.state["status"] == "running":
         return "running"
-    return "by hand" if "running" in standing.values() else "not complete"
+    return "running manually" if "running" in standing.values() else "not complete"
 
 
 def _time(found: RunState, name: str) -> str:
-    """Minutes of all calls, and of a call that is at work its own and its beginning."""
+    """Minutes of all calls; for a running call also its own minutes and its start."""
     minutes, began = found.minutes(name) or 0, found.started_at(name)
     parts = [f"{minutes:.1f} min"] if minutes else []
     if began:
@@ -75,7 +72,7 @@ def _time(found: RunState, name: str) -> str:
 
 
 def _left(found: RunState) -> float:
-    """Seconds of the plan that are left, as far as there is one; of a stage that is late, as late as planned."""
+    """Seconds that are left by the plan, 0 without one; a late stage is counted with its high value."""
     if not found.alive() or found.state["status"] != "running":
         return 0
     left = 0.0

@@ -1,4 +1,4 @@
-"""Whether the extract role's systemd unit, as its files say, captures the layers that the config asks for."""
+"""Whether the files of the extract role's systemd unit name the layers that the config needs."""
 
 import json
 import re
@@ -12,7 +12,7 @@ CAPTURED = re.compile(r'"eagle_aux_hidden_state_layer_ids":\s*(\[[\d,\s]*\])')
 
 
 def findings(config: Config) -> Iterator[str]:
-    """A finding for a unit whose files name other layers; none where they cannot be read or name no layers."""
+    """A finding if the unit's files name other layers; none if they cannot be read or name no layers."""
     own, wanted = config.servers.extract, captured_layer_ids(config)
     if own.kind != "systemd" or not (named := named_layers(own.unit)):
         return
@@ -25,7 +25,7 @@ def findings(config: Config) -> Iterator[str]:
 
 
 def named_layers(unit: str) -> list[int]:
-    """Layer ids in the unit's command line; empty where it names none."""
+    """Layer ids in the unit's command line; empty if it names none."""
     found = unit_file.read(unit)
     ids = CAPTURED.findall(" ".join(found.command)) if found else []
     return json.loads(ids[-1]) if ids else []

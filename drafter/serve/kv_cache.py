@@ -1,4 +1,4 @@
-"""The KV cache of a server: what a token takes in it, and what the server's /metrics say of it."""
+"""The KV cache of a server: bytes per token, and the figures in the server's /metrics."""
 
 import re
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ SERIES = re.compile(r"^vllm:(\w+?)(?:_total)?\{([^}]*)\} (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class KvCache:
-    """One look at /metrics, all engines together."""
+    """One reading of /metrics, summed over engines."""
 
-    tokens: int  # 0: the server does not say
+    tokens: int  # 0: unknown
     running: int
     waiting: int
     preemptions: int  # since the server started
 
     def fitting(self, tokens_each: float) -> int:
-        """Requests of so many tokens each that fit at once."""
+        """Number of requests of so many tokens each that fit at once."""
         return int(self.tokens / tokens_each)
 
 
 def read(metrics: str) -> KvCache:
-    """Of Prometheus text; zeros for what it lacks. Raises ValueError where a figure is no number."""
+    """From Prometheus text; 0 for missing figures. Raises ValueError when a figure is no number."""
     found = dict.fromkeys(("num_requests_running", "num_requests_waiting", "num_preemptions"), 0)
     tokens = 0
     for name, labels, value in SERIES.findall(metrics):
@@ -36,7 +36,7 @@ def read(metrics: str) -> KvCache:
 
 
 def _tokens(labels: dict[str, str]) -> int:
-    """vLLM before 0.32 gives blocks only, which it counts without decode context parallelism."""
+    """vLLM before 0.32 reports only blocks, without decode context parallelism."""
     if labels.get("kv_cache_size_tokens", "").isdecimal():
         return int(labels["kv_cache_size_tokens"])
     blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
@@ -44,7 +44,7 @@ def _tokens(labels: dict[str, str]) -> int:
 
 
 def bytes_per_token(model: Path, tensor_parallel: int = 1) -> int:
-    """bf16 bytes that a token takes on each GPU: of MLA one vector for all heads, which every GPU holds whole.
+    """bf16 bytes of a token on each GPU; with MLA one vector for all heads, which every GPU holds completely.
 
     Raises ConfigError when `model` is no model folder.
     """

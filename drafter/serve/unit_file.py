@@ -1,4 +1,4 @@
-"""What a systemd unit starts, as its files say: vLLM's flags and its environment."""
+"""The command, vLLM flags and environment in the files of a systemd unit."""
 
 import shlex
 from contextlib import suppress
@@ -14,7 +14,7 @@ SHIPPED = ROOT / "configs/systemd"
 
 @dataclass
 class UnitFile:
-    """`flags` without dashes, as text, True for a bare one; empty where the unit starts a script of its own."""
+    """`flags`: name without dashes -> text, or True for a bare flag; empty if the unit starts another script."""
 
     path: Path
     command: list[str] = field(default_factory=list)
@@ -24,7 +24,7 @@ class UnitFile:
 
 
 def read(unit: str) -> UnitFile | None:
-    """The unit's file and its drop-ins, later ones over earlier ones; None where it is not installed."""
+    """The unit's file and its drop-ins, of which later ones win; None if the unit is not installed."""
     name = unit if unit.endswith(".service") else f"{unit}.service"
     path = next((folder / name for folder in UNIT_FOLDERS if (folder / name).is_file()), None)
     if path is None:
@@ -33,13 +33,13 @@ def read(unit: str) -> UnitFile | None:
 
 
 def shipped(unit: str) -> UnitFile | None:
-    """The project's own unit of that name."""
+    """The unit of that name in `configs/systemd`, or None."""
     path = SHIPPED / f"{unit}.service"
     return _read([path]) if path.is_file() else None
 
 
 def flags_of(server: Server) -> dict[str, Any] | None:
-    """vLLM's flags of a role: a command's from the config, a unit's from its files; None where they are unknown."""
+    """vLLM's flags of a role: from the config for a `command`, from the files for a unit; None if unknown."""
     if server.kind == "command":
         return dict(server.flags)
     found = read(server.unit) or shipped(server.unit) if server.kind == "systemd" else None
@@ -55,7 +55,7 @@ def _read(paths: list[Path]) -> UnitFile:
             found.unread.append(path)
             continue
         for key, value in _settings(text):
-            if key == "ExecStart":  # an empty one in a drop-in takes the earlier one back
+            if key == "ExecStart":  # an empty one in a drop-in resets it
                 found.command = _words(value)
             elif key == "Environment":
                 found.environment |= _assignments(_words(value))

@@ -30,7 +30,7 @@ def test_a_new_run_says_what_comes_first_and_what_waits(monkeypatch, tmp_path):
         "  04_train          waits for 02_hidden_states",
         "  05_export         waits for 04_train",
         "  06_acceptance     waits for 05_export",
-        "nothing is known that would stop it",
+        "nothing to fix was found",
     ]
 
 
@@ -48,7 +48,7 @@ def test_a_finding_stands_once_below_its_stage(monkeypatch, tmp_path):
     lines = page(monkeypatch, tmp_path, found, plans(_01b_synthetic={"findings": [twice]}))
     assert lines[1:3] == ["  01b_synthetic     cannot begin", f"      ! {twice}"]
     assert lines[4:6] == ["  04_train          waits for 02_hidden_states", "      ! no drafter at /nowhere"]
-    assert lines[-1] == "2 to be put right (!) before `run_pipeline.sh` starts anything"
+    assert lines[-1] == "2 to fix (!) before `run_pipeline.sh` starts anything"
 
 
 def test_an_input_that_is_missing_is_said_once(monkeypatch, tmp_path):
@@ -62,7 +62,7 @@ def test_an_input_that_is_missing_is_said_once(monkeypatch, tmp_path):
     assert [line.split(None, 1)[1] for line in lines[3:-1]] == [
         "waits for 02_hidden_states", "waits for 04_train", "waits for 05_export"
     ]  # fmt: skip
-    assert lines[-1] == "1 to be put right (!) before `run_pipeline.sh` starts anything"
+    assert lines[-1] == "1 to fix (!) before `run_pipeline.sh` starts anything"
 
 
 def test_what_is_finished_has_nothing_to_do_and_the_next_stage_counts(monkeypatch, tmp_path):
@@ -87,7 +87,7 @@ def test_lines_that_cannot_be_used_are_named_and_stop_nothing(monkeypatch, tmp_p
     line = "prompts mine: rejected: /data/mine.jsonl line 7: not JSON: Expecting value"
     lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic={"broken": [line]}))
     assert lines[1].startswith("  01b_synthetic     93 requests to answer") and lines[2] == f"      {line}"
-    assert lines[-1] == "nothing is known that would stop it"
+    assert lines[-1] == "nothing to fix was found"
 
 
 def test_the_default_model_is_not_made_by_a_dry_run_and_not_missing(monkeypatch, tmp_path):
@@ -95,7 +95,7 @@ def test_the_default_model_is_not_made_by_a_dry_run_and_not_missing(monkeypatch,
     monkeypatch.setattr(dry_run, "DEFAULT_MODEL", tmp_path / "model")
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", f"target.model={tmp_path / 'model'}"])
     _, line = dry_run.lines(run, plans(_01b_synthetic={"findings": ["no model"]}))
-    assert line == f"  the first run makes its target, {tmp_path}/model; without it nothing more is known"
+    assert line == f"  the first run creates the target {tmp_path}/model; nothing more can be checked without it"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,9 +103,9 @@ def test_what_nobody_can_know_offline_is_a_note_and_no_finding(monkeypatch, tmp_
     note = {"pending": 1, "findings": [], "notes": ["the hub has it"]}
     lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic=note))
     assert lines[1:3] == [
-        "  01b_synthetic     all there is to do, how much is not known offline", "      the hub has it"
+        "  01b_synthetic     everything is left to do; the number is unknown offline", "      the hub has it"
     ]  # fmt: skip
-    assert lines[-1] == "nothing is known that would stop it"
+    assert lines[-1] == "nothing to fix was found"
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_a_stage_taken_from_another_run_is_not_planned_and_must_be_finished(monk
 def test_a_freed_stage_is_said_to_be_made_again(monkeypatch, tmp_path):
     (tmp_path / "freed.jsonl").write_text(f'{{"freed": "{tmp_path}/smollm2_cpu/02_hidden_states", "bytes": 7}}\n')
     said = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic={"pending": 0}, _02_hidden_states={"findings": []}))
-    assert "  02_hidden_states  freed by drafter.disk clean, and made again: 1 row to read back" in said
+    assert "  02_hidden_states  freed by drafter.disk clean, will be made again: 1 row to read back" in said

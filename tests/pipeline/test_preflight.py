@@ -114,7 +114,7 @@ def test_an_engine_is_asked_once_for_all_runs_and_again_for_another_version_or_o
             "servers.evaluate.args: vLLM refuses them: unrecognized",
         ),
         ("servers.evaluate.kind=external", "servers.evaluate.kind: a drafter is a launch argument"),
-        ("servers.evaluate.args={disable_log_stats: true}", "drafts are not counted with disable-log-stats"),
+        ("servers.evaluate.args={disable_log_stats: true}", "disable-log-stats prevents counting drafts"),
         ("servers.generate.args={}", None),
         ("generate.max_tokens=1023", None),
         ("extract.queue_gb=100000", "of states would wait in this machine's"),
@@ -138,7 +138,7 @@ def test_what_a_later_stage_would_stop_at_is_found(load, override, finding):
     assert any(finding in each for each in findings) if finding else findings == []
 
 
-@pytest.mark.parametrize(("mib", "said"), [(64, "/dev/shm: 67.11 MB are free, and a vLLM"), (200, "")])
+@pytest.mark.parametrize(("mib", "said"), [(64, "/dev/shm: 67.11 MB are free, and vLLM"), (200, "")])
 def test_a_small_dev_shm_is_found_before_a_server_dies_of_it(model, mib, said):
     """Seam B07: a container's default is 64 MiB."""
     code = "from drafter import config; from drafter.pipeline import preflight\n"
@@ -437,7 +437,7 @@ def test_a_disk_that_is_not_there_is_one_line_whatever_would_lie_on_it(load, mac
     unit = ("servers.extract.kind=systemd", "servers.extract.unit=vllm-test")
     disk = tmp_path / "data"
     there = load(*unit, f"run.dir={disk}/runs", f"servers.extract.link={disk}/runs/extract", "extract.reserve_gb=1e6")
-    assert found(there) == [f"run.dir: {disk} does not exist; make it, or mount what belongs there"]
+    assert found(there) == [f"run.dir: {disk} does not exist; create it, or mount its file system"]
     disk.mkdir()
     assert [line for line in found(there) if "link" in line or "run.dir" in line] == []
     assert f"servers.extract.link: {tmp_path}/no does not exist" in found(

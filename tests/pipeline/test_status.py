@@ -89,7 +89,7 @@ def test_a_running_run_shows_stages_progress_and_when_it_ends(run_config, state)
 def test_a_run_whose_process_is_gone_or_another_is_not_called_running(run_config, state, changes):
     state(**changes, production=["vllm-team"])
     assert "interrupted; the same command continues it" in text(run_config)
-    assert "the next run gives back: vllm-team" in text(run_config)
+    assert "the next call will restart: vllm-team" in text(run_config)
 
 
 def by_hand(run_config, name, **facts):
@@ -110,7 +110,7 @@ def progressed(run_config, name, *records):
 def test_stages_run_by_hand_are_shown_as_their_manifests_say(run_config):
     by_hand(run_config, "01b_synthetic")
     by_hand(run_config, "02_hidden_states", status="running", process=process.identity(os.getpid()))
-    assert "run smollm2_cpu: by hand" in (shown := text(run_config))
+    assert "run smollm2_cpu: running manually" in (shown := text(run_config))
     assert "01b_synthetic     complete     9 of 9 rows  1.0 min" in shown and "02_hidden_states  running" in shown
     by_hand(run_config, "02_hidden_states", status="running", process={"pid": 2**22 - 1, "boot": process.boot_id()})
     assert "02_hidden_states  interrupted" in text(run_config)
@@ -203,7 +203,7 @@ def test_what_clean_freed_of_a_finished_run_is_freed_and_not_unbegun(run_config)
     )
     shown = text(run_config)
     assert shown.startswith("run smollm2_cpu: complete") and "  02_hidden_states  freed" in shown
-    assert "drafter.disk clean freed 02_hidden_states; the same command would make that again" in shown
+    assert "drafter.disk clean freed 02_hidden_states; the same command would make them again" in shown
     by_hand(run_config, "02_hidden_states")
     assert "  freed" not in (shown := text(run_config)) and "clean freed" not in shown
 

@@ -174,7 +174,7 @@ def throughput(found: RunState) -> list[str]:
     """Rate over time of 01b and 02, from their recorded progress; of 04, from its metrics."""
     drawn = []
     for name, what in zip(STAGES, ("Generation", "Extraction"), strict=False):
-        points, unit = _rates(found.progressed(name))
+        points, unit = _rates(found.progress_records(name))
         if len(points) < 2:
             continue
         drawn.append(charts.lines(f"{what} over time", {unit: points}, "minutes", f"{unit}/s", from_zero=True))
