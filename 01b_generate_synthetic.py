@@ -19,6 +19,8 @@ def body(this: stage.Stage) -> dict:
     chat.check_template(this.config)
     this.lock()
     work = generate.prepare(this)
+    if this.args.prepare:
+        return this.finish() | {"deadline": True}
     if work.pending:
         generate.ask(this, work)
     else:
@@ -33,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         type=cli.moment,
         metavar="HH:MM",
         help="stop asking then, finish what is in flight, go on with what there is; or YYYY-MM-DDTHH:MM",
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="fetch, choose and order the prompts and end; needs no server"
     )
     return stage.run_stage("01b_synthetic", body, parser, argv)
 

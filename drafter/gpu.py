@@ -65,6 +65,15 @@ def names() -> list[str]:
         return []
 
 
+def driver_version() -> str | None:
+    """Of the NVIDIA driver; None without one, and where nvidia-smi does not answer."""
+    try:
+        rows = _query("--query-gpu=driver_version")
+    except StageError:
+        return None
+    return rows[0][0] if rows and rows[0][0].partition(".")[0].isdecimal() else None
+
+
 def _query(what: str) -> list[list[str]]:
     """The cells of nvidia-smi's output. Raises process.NoProgram, ResumableError."""
     done = process.run(["nvidia-smi", what, "--format=csv,noheader,nounits"], ANSWER_SECONDS)

@@ -68,7 +68,13 @@ async def check_server(client: Client, config: Config) -> int:
                 raise ConfigError(
                     f"target.special_tokens: {text!r} is {[token]}, but the server tokenizes it to {ids}"
                 )
-        rows.read_reply(await client.post(CHAT, small, timeout=request_timeout(config.generate)), request, {}, target)
+        reply = await client.post(CHAT, small, timeout=request_timeout(config.generate))
+        row = rows.read_reply(reply, request, {}, target)
+        if rows.thinks(target) and row.think_end is None and row.content and not row.reasoning:
+            raise ConfigError(
+                "the first answer has its reasoning in `content`: start the server with the model's own "
+                "--reasoning-parser"
+            )
     except RowError as error:
         if error.reason == "failed":
             raise ResumableError(

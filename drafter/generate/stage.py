@@ -102,7 +102,8 @@ def dry_run(stage: Stage) -> dict:
     """Offline: the mix by source, the number of pending requests, and whatever is missing.
 
     `refused`: why the pipeline must stop before it starts a server. `stale`: why the manifest must be written again
-    although no request is left. `row_set` identifies the rows that there will be.
+    although no request is left. `row_set` identifies the rows that there will be. `unprepared`: prompts
+    of the hub must still be fetched or mixed, which takes minutes and no server.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported
     findings = []
@@ -123,6 +124,7 @@ def dry_run(stage: Stage) -> dict:
             result["refused"], meta = str(error), None
         except ResumableError as error:  # the data set is only on the hub, and a dry run is offline
             result["notes"], meta = [str(error)], None
+        result["unprepared"] = mixed != stage.folder and any(source.hub for source in stage.config.prompts)
         if meta:
             result |= {"sources": meta["sources"], "read": source_lines(meta), "broken": broken_lines(mixed)}
             work = Work(mixed, stage.folder, stage.args.limit, RETRYABLE_REASONS if unfinished else frozenset())

@@ -9,13 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from drafter import files, process
+from drafter import files, gpu, process
 from drafter.config import Config, Role
 from drafter.serve import vllm_command
 from drafter.target import eagle3_folder
 
 KEPT = "engine.json"  # in run.dir: answers by question
 KEPT_ANSWERS = 32
+TOKENIZER_FILES = ("*.py", "tokenizer*", "*.tiktoken", "*.jinja")
+OLDEST_DRIVER = {"12": 525, "13": 580}  # NVIDIA's minimum for each major version of CUDA
 
 # The last argument of each script is the asking process: when that is killed, the interpreter ends too.
 FOLLOW_PARENT = """
@@ -53,7 +55,21 @@ with contextlib.suppress(ImportError):
             parser.parse_args(flags)
         except Refused as error:
             refused[role] = str(error)
-print(json.dumps({"eagle3": answer, "refused": refused}))
+tokenizer = None
+model, trust, tokens = json.loads(sys.argv[3])
+try:
+    try:
+        from vllm.tokenizers import get_tokenizer
+    except ImportError:
+        from vllm.transformers_utils.tokenizer import get_tokenizer  # before 0.13
+    built = get_tokenizer(model, trust_remote_code=trust) if tokens else None
+    read = {text: list(built.encode(text, add_special_tokens=False)) for text in tokens}
+    wrong = [f"{text!r} as {ids}, not as {[tokens[text]]}" for text, ids in read.items() if ids != [tokens[text]]]
+    tokenizer = f"it reads {wrong[0]}" if wrong else None
+except Exception as error:
+    tokenizer = " ".join(f"it cannot be built ({type(error).__name__}: {error})".split())[:300]
+import torch
+print(json.dumps({"eagle3": answer, "refused": refused, "tokenizer": tokenizer, "cuda": torch.version.cuda}))
 """
 ASK_VERSIONS = """
 import importlib.metadata, json
@@ -80,11 +96,14 @@ def findings(config: Config, keep: bool = False, started: Collection[Role] = get
     python, environment = own.python or sys.executable, vllm_command.environment(own)
     me = str(os.getpid())
     versions = process.run([python, "-c", FOLLOW_PARENT + ASK_VERSIONS, me], timeout=60, env=environment)
-    question = json.dumps([versions.stdout, architecture, flags, own.env], sort_keys=True)
+    tokens = {} if own.flags.keys() & {"tokenizer", "tokenizer-mode"} else config.target.special_tokens
+    tokenizer = [str(config.target.model), config.target.trust_remote_code, tokens]
+    asked = [architecture, flags, own.env, tokenizer, _tokenizer_files(config.target.model)]
+    question = json.dumps([versions.stdout, asked], sort_keys=True)
     key = hashlib.sha256(question.encode()).hexdigest()[:32]
     answer = None if versions.returncode else _kept(config).get(key)
     if answer is None:
-        line = [python, "-c", FOLLOW_PARENT + ASK, architecture, json.dumps(flags), me]
+        line = [python, "-c", FOLLOW_PARENT + ASK, architecture, json.dumps(flags), json.dumps(tokenizer), me]
         done = process.run(line, timeout=300, env=environment)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
@@ -95,9 +114,26 @@ def findings(config: Config, keep: bool = False, started: Collection[Role] = get
             _keep(config, key, answer)
     if answer["eagle3"] is False:
         yield f"this vLLM knows no EAGLE-3 drafter for {architecture}; Kimi needs {eagle3_folder.MIN_ENGINE} or newer"
+    if answer["tokenizer"]:
+        yield f"target.special_tokens: vLLM's tokenizer for {config.target.model}: {answer['tokenizer']}"
+    yield from _driver(answer["cuda"])
     for role, why in answer["refused"].items():
         if role in started:
             yield f"servers.{role}.args: vLLM refuses them: {why}"
+
+
+def _tokenizer_files(model: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of what a tokenizer is built from, its code included."""
+    found = [path for pattern in TOKENIZER_FILES for path in model.glob(pattern)]
+    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found)
+
+
+def _driver(cuda: str | None) -> Iterator[str]:
+    """A driver that is too old for the CUDA that torch was built with."""
+    needed = OLDEST_DRIVER.get((cuda or "").partition(".")[0])
+    have = gpu.driver_version()
+    if needed and have and int(have.partition(".")[0]) < needed:
+        yield f"the NVIDIA driver {have} is too old for this torch's CUDA {cuda}: install {needed} or newer"
 
 
 def _path(config: Config) -> Path:
@@ -111,7 +147,9 @@ def _kept(config: Config) -> dict[str, dict[str, Any]]:
         return {
             key: answer
             for key, answer in found.items()
-            if isinstance(answer, dict) and "eagle3" in answer and isinstance(answer.get("refused"), dict)
+            if isinstance(answer, dict)
+            and answer.keys() >= {"eagle3", "tokenizer", "cuda"}
+            and isinstance(answer.get("refused"), dict)
         }
     return {}
 

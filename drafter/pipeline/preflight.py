@@ -15,7 +15,7 @@ from drafter.acceptance.comparison import NONE, RUN, WARM_START
 from drafter.config import ROOT, STAGES, Config, Role, StageName
 from drafter.errors import ConfigError, StageError
 from drafter.generate import chat
-from drafter.pipeline import engine_check, estimates, plan, rates, sharing, unit_layers
+from drafter.pipeline import active_servers, engine_check, estimates, plan, rates, sharing, unit_layers
 from drafter.serve import address, readiness, roles, smoke_record, systemd
 from drafter.target import eagle3_folder, head
 from drafter.text import size
@@ -316,7 +316,16 @@ def ranks(config: Config) -> Iterator[str]:
         yield f"train.processes: {asked} ranks, and this machine has {len(present)} GPUs"
 
 
-OF_ROLES = (ports, servers, cache, shared_memory, gpus, engine_check.findings)  # take the roles that will be started
+# These take the roles that will be started.
+OF_ROLES = (
+    ports,
+    servers,
+    cache,
+    shared_memory,
+    gpus,
+    engine_check.findings,
+    active_servers.findings,
+)
 SERVED = ("01b_synthetic", "02_hidden_states", "06_acceptance")
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (STAGES, folders),
@@ -326,6 +335,8 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("01b_synthetic",), template),
     (("04_train", "05_export", "06_acceptance"), reference),
     (SERVED, units),
+    (SERVED, active_servers.findings),
+    (("02_hidden_states",), unit_layers.environment),
     (("02_hidden_states",), sharing.shared_folder),
     (("02_hidden_states",), unit_layers.findings),
     ((*SERVED, "04_train"), ports),

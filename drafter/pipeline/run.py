@@ -92,13 +92,24 @@ class Pipeline:
         preflight.refuse_findings(self.config, self._unfinished(self.steps))
 
     def _before_the_first(self, checked: Step | None) -> int:
-        """Before the first step: preflight if not made yet, then the smoke test, whose exit code it returns."""
+        """Before the first step: preflight if not made yet, the prompts, the smoke test. Returns an exit code."""
         if self.worked:
             return 0
         self.worked = True
         if not checked:
             self._preflight()
-        return self._smoke_test()
+        return self._prepare_prompts() or self._smoke_test()
+
+    def _prepare_prompts(self) -> int:
+        """Fetch and mix prompts of the hub before any server starts, so that a failure there costs no boot."""
+        step = self.steps[0]
+        if step.number != "01b" or step.stage in self.config.run.take or not self.dry_run(step).get("unprepared"):
+            return 0
+        log_file = self.config.run_dir / "logs" / f"{step.stage}.log"
+        code, summary = supervise.run_step(self.config, None, [*self._command(step), "--prepare"], log_file)
+        if code:
+            self.record.finish("failed", summary.get("error"))
+        return code
 
     def _smoke_test(self) -> int:
         """If 04 to 06 are asked for, serve a warm start that was never served here: its drafts must be accepted.

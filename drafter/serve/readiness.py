@@ -81,6 +81,12 @@ def why_unready(config: Config, role: Role, patience: float | None = None) -> Un
     return None
 
 
+def remedy(server: Server) -> str:
+    """What to do about a server that is Cause.UNFIT."""
+    what = f"the unit {server.unit}" if server.kind == "systemd" else "the server"
+    return f"correct {what} or the config: waiting does not help"
+
+
 def context_needed(config: Config, role: Role) -> int:
     """Smallest `max_model_len` for this run: every role adds at least one token to a prompt."""
     tokens = {

@@ -31,6 +31,8 @@ log = logging.getLogger("drafter")
 
 GIVE_UP_RESTARTS = 2  # of a systemd unit that keeps dying while it boots
 
+UNFIT_SECONDS = 3  # an older server may answer while it gives its address to the new one
+
 DOWN, UNFIT = 3, 4  # exit codes of `status`
 NEEDS_COMMAND = "a drafter is a launch argument of vLLM, so this role must be a `command`"
 
@@ -101,10 +103,14 @@ def up(
 
 
 def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Wait until ready, at most `start_minutes`. Raises ResumableError, after logging the end of the server's log."""
+    """Wait until ready, at most `start_minutes`.
+
+    Raises ConfigError for a server that is up and unfit for this run, else ResumableError, after logging the end of
+    the server's log.
+    """
     server = config.server(role)
     started = spoke = time.monotonic()
-    restarts, shown = restarts_of(server), None
+    restarts, shown, fit = restarts_of(server), None, started
     while reason := why_unready(config, role):
         signals.raise_if_received()
         waited = time.monotonic() - started
@@ -113,6 +119,10 @@ def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) 
             return
         if not alive(config, role) or restarts_of(server) - restarts >= GIVE_UP_RESTARTS:
             raise ResumableError(f"server {role} died while starting: {_show_tail(config, role)}")
+        if reason.cause is not Cause.UNFIT:
+            fit = time.monotonic()
+        elif time.monotonic() - fit > UNFIT_SECONDS:
+            raise ConfigError(f"server {role}: {reason}; {readiness.remedy(server)}")
         if waited > server.start_minutes * 60:
             _show_tail(config, role)
             raise ResumableError(f"server {role} is not ready after {server.start_minutes:g} min: {reason}")

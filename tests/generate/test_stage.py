@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from drafter import cli, config, contracts, files, progress
-from drafter.generate import answering, chat, prompts, rows
+from drafter.generate import answering, chat, mix, prompts, rows
 from drafter.generate import stage as generate
 from drafter.pipeline import deadline as until
 from drafter.serve import client
@@ -1108,6 +1108,15 @@ class ServedLab(Lab):
 @pytest.fixture
 def kimi(tiny_kimi_server, tmp_path):
     return ServedLab(tmp_path, tiny_kimi_server)
+
+
+def test_prompts_are_prepared_without_a_server_and_read_once(lab, monkeypatch, capsys):
+    lab.add_source(questions(9))
+    assert lab.run("--prepare") == 0
+    assert not lab.server.calls and lab.manifest["pending"] == 7
+    monkeypatch.setattr(mix._Mix, "read", lambda self: pytest.fail("read twice"))
+    assert lab.run() == 0
+    assert len(lab.records) == 7 and lab.manifest["status"] == "complete"
 
 
 @pytest.mark.vllm

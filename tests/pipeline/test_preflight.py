@@ -17,7 +17,7 @@ import pytest
 
 from drafter import config
 from drafter.errors import ConfigError
-from drafter.pipeline import engine_check, preflight, sharing
+from drafter.pipeline import engine_check, preflight, sharing, unit_layers
 from drafter.serve import smoke_record, systemd, unit_file
 from tests.conftest import CPU_CONFIG, free_port
 from tests.serve.test_roles import SCRIPTS, machine  # noqa: F401 - a fixture
@@ -52,6 +52,21 @@ def test_an_engine_without_eagle3_for_the_target_is_known_before_generation(load
     ]
 
 
+def test_a_tokenizer_that_vllm_cannot_build_is_known_before_the_first_boot(load):
+    (finding,) = found(load(fake="no_tokenizer"))
+    assert finding.startswith("target.special_tokens: vLLM's tokenizer for ") and "for 2 tokens" in finding
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "old"),
+    [("13.0", "570.133.20", True), ("13.0", "580.95.05", False), ("12.9", "570.133.20", False), ("13.0", "", False)],
+)
+def test_a_driver_that_is_too_old_for_the_wheels_is_named(load, machine, cuda, driver, old):  # noqa: F811
+    (machine.gpus / "driver").write_text(f"{driver}\n" if driver else "")
+    said = f"the NVIDIA driver {driver} is too old for this torch's CUDA {cuda}: install 580 or newer"
+    assert found(load(fake=f"cuda={cuda}")) == ([said] if old else [])
+
+
 def test_an_interpreter_without_vllm_is_named(load):
     (finding,) = found(load("servers.evaluate.python=/usr/bin/false"))
     assert "/usr/bin/false cannot import vLLM" in finding
@@ -75,7 +90,7 @@ def test_an_engine_is_asked_once_for_all_runs_and_again_for_another_version_or_o
         preflight.refuse_findings(load(f"run.name={name}", fake=fake, ports=first), config.STAGES)
     assert times() == 3
     (answer,) = json.loads((kept := first.run.dir / engine_check.KEPT).read_text()).values()
-    assert answer == {"eagle3": True, "refused": {}}
+    assert answer == {"eagle3": True, "refused": {}, "tokenizer": None, "cuda": None}
     preflight.refuse_findings(load("servers.evaluate.args.seed=7", fake=fake, ports=first), config.STAGES)
     version.write_text("2")
     preflight.refuse_findings(first, config.STAGES)
@@ -462,8 +477,6 @@ def test_a_link_that_cannot_be_made_is_found(load, machine, tmp_path):  # noqa: 
 
 def test_a_unit_that_captures_too_few_layers_is_found_before_it_is_started(monkeypatch, tmp_path):
     """Seam L16: the docs advised a night with neighbour_ids, which the shipped unit's server refuses."""
-    from drafter.pipeline import unit_layers
-
     etc, usr = tmp_path / "etc", tmp_path / "usr"
     for folder in (etc, usr):
         folder.mkdir()
@@ -486,3 +499,15 @@ def test_a_unit_that_captures_too_few_layers_is_found_before_it_is_started(monke
     drop_in.unlink()
     kimi.servers.extract.kind = "command"
     assert list(unit_layers.findings(kimi)) == []
+
+
+def test_expandable_segments_beside_the_connector_are_found_in_the_units_environment_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(unit_file, "UNIT_FOLDERS", (tmp_path,))
+    (tmp_path / "kimi.env").write_text("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n")
+    unit = tmp_path / "vllm-kimi-k25-extract.service"
+    unit.write_text(f"[Service]\nEnvironmentFile=-{tmp_path}/kimi.env\nExecStart=/usr/bin/python3 -m x\n")
+    kimi = config.load(config.ROOT / "configs/kimi_k25.yaml")
+    [finding] = unit_layers.environment(kimi)
+    assert "vllm-kimi-k25-extract or its EnvironmentFile sets PYTORCH_CUDA_ALLOC_CONF=expandable_segm" in finding
+    (tmp_path / "kimi.env").write_text("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False\n")
+    assert list(unit_layers.environment(kimi)) == []

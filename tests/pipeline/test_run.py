@@ -364,6 +364,19 @@ def test_what_is_wrong_with_the_call_is_said_at_once_in_one_line(night, argument
     assert not night.run_dir.exists()
 
 
+def test_prompts_of_the_hub_are_fetched_before_any_server_starts(night):
+    code, _, err = night.run(_01b_synthetic="unprepared")
+    assert code == 0 and len(night.done()) == len(STAGES), err
+    assert (night.run_dir / "01b_synthetic/prepared").read_text() == "False", "its server was not up yet"
+    assert err.count("--prepare") == 1
+
+
+def test_a_hub_that_is_out_of_reach_costs_no_boot(night):
+    code, _, err = night.run(_01b_synthetic="unreachable")
+    assert code == 3 and night.state()["error"] == "the hub does not answer"
+    assert "is ready after" not in err and night.done() == []
+
+
 @pytest.mark.parametrize("python", ["/nowhere/python", "/etc", "/bin/ls"])
 def test_an_interpreter_that_is_none_is_said_in_one_line(python, tmp_path):
     environment = os.environ | {"PYTHON": python}

@@ -5,7 +5,8 @@ server (works until its server has been restarted), lost (until its server is be
 (exit 3, until its server has been restarted), forever (until a signal; then saves a second), knows (its --dry-run
 refuses the config), ponders (its --dry-run takes long), redo (its plan refuses to replace finished files without
 --redo), late (ends by its deadline, with a request left), stale (nothing is left, but its manifest is of other rows),
-more (rows are added to those it has).
+more (rows are added to those it has), unprepared (its prompts are to be fetched by --prepare), unreachable (and
+cannot be).
 """
 
 import json
@@ -40,6 +41,14 @@ def body(this: stage.Stage) -> dict:
             "row_set": "other",
         }
         return plan | ({"stale": "its manifest is of other rows"} if fake == "stale" else {})
+    if this.args.dry_run and fake in ("unprepared", "unreachable"):
+        refused |= {"unprepared": not (this.folder / "prepared").exists()}
+    if this.args.prepare:
+        if fake == "unreachable":
+            raise ResumableError("the hub does not answer")
+        this.folder.mkdir(parents=True, exist_ok=True)
+        (this.folder / "prepared").write_text(str(roles.alive(this.config, "generate")))
+        return {"stage": this.name}
     if this.args.dry_run:
         return refused | {"stage": this.name, "dry_run": True, "pending": int(not done.exists()), "findings": []}
     this.lock()
@@ -94,6 +103,7 @@ def main(name: str) -> int:
     parser = stage.parser(__doc__)
     parser.add_argument("--deadline", type=cli.moment)
     parser.add_argument("--redo", action="store_true")
+    parser.add_argument("--prepare", action="store_true")
     return stage.run_stage(name, body, parser, sys.argv[1:])
 
 

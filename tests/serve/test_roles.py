@@ -320,6 +320,16 @@ def test_a_server_that_cannot_serve_this_run_is_refused(role, fake, override, re
     assert found.cause is Cause.UNFIT and reason in str(found)
 
 
+def test_a_server_that_is_up_and_unfit_is_not_waited_for(role, monkeypatch):
+    """A wrong served name was waited for until `start_minutes` were over, an hour by default."""
+    run_config = role(start_minutes=60)
+    roles.up(run_config, "generate")
+    other = config.load(CPU_CONFIG, [*run_config.origin.overrides, "target.served_name=other"])
+    monkeypatch.setattr(roles, "UNFIT_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match="serves smollm2, not target.served_name other; correct the server or the"):
+        roles.wait(other, "generate")
+
+
 @pytest.mark.parametrize("fake", ["stubborn", "orphan", "stubborn orphan"])
 def test_down_ends_every_process_of_the_server(role, fake):
     run_config = role(fake)
