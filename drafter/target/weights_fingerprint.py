@@ -1,7 +1,7 @@
-"""A fingerprint of all of a target's weights, and the record beside the hidden states of the one they came from.
+"""A fingerprint of all weights of a target, recorded beside the hidden states that were captured from it.
 
-`files.fingerprint_path` reads the ends of each file and is part of every identity; this one looks into every
-tensor, so that a permuted embedding or one replaced expert is another target.
+`files.fingerprint_path` reads only the ends of each file; this one reads pieces of every tensor, so it notices a
+permuted embedding or a replaced expert.
 """
 
 import json
@@ -19,15 +19,15 @@ from drafter.errors import ConfigError
 
 RECORD = "target.json"  # beside the hidden states
 CACHE = "target_fingerprints.json"  # in run.dir: a folder's files with sizes and times -> their fingerprint
-SAMPLES, SAMPLE = 8, 4096  # of a tensor: so many pieces of so many bytes, the first and the last among them
+SAMPLES, SAMPLE = 8, 4096  # pieces of a tensor and bytes of a piece; the first and the last piece are its ends
 THREADS = 16
 
 
 def check_same_weights(config: Config, recording: bool) -> None:
-    """Compare the target with the one that the hidden states in 02's folder came from.
+    """Compare the target's weights with those that the hidden states in 02's folder came from.
 
-    `recording`: stage 02 notes it before the first states. States of an earlier version have no record, get none,
-    since their target may have changed since, and are not compared. Raises ConfigError when the weights differ.
+    `recording`: stage 02 records the fingerprint before the first states. States of an earlier version have no record
+    and are not compared; they get none now, since their target may have changed. Raises ConfigError on other weights.
     """
     folder = config.stage_dir("02_hidden_states")
     recorded = files.read_note(folder / RECORD, weights=str).get("weights")
@@ -41,15 +41,15 @@ def check_same_weights(config: Config, recording: bool) -> None:
     elif recorded != found:
         raise ConfigError(
             f"target.model: the weights in {config.target.model} are not those that the hidden states in {folder} "
-            f"came from (fingerprint {found}, recorded {recorded}): put the old weights back, or use another run.name"
+            f"came from (fingerprint {found}, recorded {recorded}): restore the old weights, or use another run.name"
         )
 
 
 def fingerprint(model: Path, cache: Path) -> str | None:
-    """16 hex digits over names, types, shapes and SAMPLES pieces of every tensor in a model folder's safetensors.
+    """Hash of names, dtypes, shapes and SAMPLES pieces of every tensor in a model folder: 16 hex digits.
 
-    A model of 550 GB in 200,000 tensors takes 1.6 million reads; afterwards `cache` knows it as long as no file
-    changes its size or time. None without such files. Raises ConfigError when one is broken.
+    A model of 550 GB in 200,000 tensors takes 1.6 million reads, so `cache` keeps the result until a file changes its
+    size or time. None without safetensors files. Raises ConfigError when one is broken.
     """
     if not (paths := sorted(model.glob("*.safetensors"))):
         return None
@@ -85,7 +85,7 @@ def _digest(path: Path) -> bytes:
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) of what is read of a tensor of `size` bytes: all of a small one."""
+    """(offset, length) of the pieces to read from a tensor of `size` bytes; a small one is read whole."""
     if size <= SAMPLES * SAMPLE:
         yield 0, size
         return

@@ -138,7 +138,7 @@ def test_an_engine_is_asked_once_for_all_runs_and_again_for_another_version_or_o
             "budget_minutes: 1 are not enough for 2 server starts of about 0.6",
         ),
         ("run.on_event='echo \"$EVENT'", "run.on_event: /bin/sh: "),
-        ("train.l2_sp=0.1", "train.l2_sp pulls towards a warm start"),
+        ("train.l2_sp=0.1", "train.l2_sp needs a warm start"),
         ("train.draft_vocab_size=50000", "train.draft_vocab_size: 50000 is more than the target's 49152 tokens"),
         ("generate.min_rows=94", "generate.min_rows: 94 is more than the 93 rows that prompts give"),
         ("generate.min_rows=93", None),

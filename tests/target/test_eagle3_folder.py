@@ -170,7 +170,7 @@ def test_layer_ids_that_a_newer_engine_would_not_find_are_refused(drafter, targe
     eagle3_folder.check_config(settings, target)
     other = target.model_copy(update={"layer_ids": (1, 3, 5, 8)})
     settings["eagle_config"][eagle3_folder.LAYER_IDS] = [1, 3, 5]
-    with pytest.raises(ContractError, match="write it at top level too"):
+    with pytest.raises(ContractError, match="add it at top level too"):
         eagle3_folder.check_config(settings, other)
 
 

@@ -92,7 +92,7 @@ def test_training_refuses_a_target_other_than_the_states_came_from(target, tmp_p
     assert files.fingerprint_path.__wrapped__(target) == ends, "which the other identity does not see"
     code, summary = captured.train(path, "train.max_steps=2")
     assert code == 2 and "target.model: the weights in" in summary["error"] and "came from" in summary["error"]
-    with pytest.raises(ConfigError, match="put the old weights back"):
+    with pytest.raises(ConfigError, match="restore the old weights"):
         weights_fingerprint.check_same_weights(run, recording=True)
     assert json.loads(place.read_text()) == noted
 
