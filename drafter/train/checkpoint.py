@@ -1,7 +1,7 @@
-"""Step folders of stage 04: save, find the complete ones, read back.
+"""Step folders of stage 04: save them, find the complete ones, read them back.
 
-`step-%08d/` appears by rename only, so a folder under its final name is whole: `drafter.safetensors` (fp32 masters
-under native names), `config.json` (native), `optimizer.safetensors` (moments, whole tensors: any number of ranks can
+`step-%08d/` gets its name by a rename, so it is always complete: `drafter.safetensors` (fp32 masters under native
+names), `config.json` (native), `optimizer.safetensors` (moments as whole tensors, so that any number of ranks can
 resume) and `state.json`.
 """
 
@@ -24,7 +24,7 @@ from drafter.train import checkpoint_file
 WEIGHTS, CONFIG, OPTIMIZER, STATE = "drafter.safetensors", "config.json", "optimizer.safetensors", "state.json"
 FILES = (WEIGHTS, CONFIG, OPTIMIZER, STATE)
 REMEDY = "delete its step folder to resume from the step before it"
-CHECKSUM = "xxh3"  # key of state.json: of everything else in it
+CHECKSUM = "xxh3"  # key in state.json: checksum of the other keys
 NAME = re.compile(r"step-(\d{8})")
 
 
@@ -37,7 +37,7 @@ def step_number(path: Path) -> int:
 
 
 def tensors_in_file_order(weights: dict[str, Tensor], moments: dict[str, Tensor]) -> list[Tensor]:
-    """In the order in which `save` writes them."""
+    """The tensors in the order in which `save_step` writes them."""
     return [*checkpoint_file.in_file_order(weights).values(), *checkpoint_file.in_file_order(moments).values()]
 
 
@@ -49,9 +49,9 @@ def save_step(
     state: dict[str, Any],
     wholes: Iterator[Tensor] | None = None,
 ) -> None:
-    """Write one step folder, whole or not at all. An OSError (disk full) leaves every earlier step as it was.
+    """Write one step folder completely or not at all. An OSError (disk full) leaves every earlier step as it was.
 
-    `wholes`: where tensors are sharded, those of `tensors_of` gathered, one after the other.
+    `wholes`: for sharded tensors, an iterator over `tensors_in_file_order`, gathered.
     """
     wholes = iter(tensors_in_file_order(weights, moments)) if wholes is None else wholes
     with files.publish(path) as part:
@@ -64,7 +64,7 @@ def save_step(
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write the state of a step folder anew."""
+    """Replace the state of a step folder."""
     files.write_json(path / STATE, _sealed(state))
 
 
@@ -73,7 +73,7 @@ def _sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """XXH3 of canonical JSON. Through JSON once, where tuples are lists and keys are texts."""
+    """XXH3 of canonical JSON, after a round trip through JSON that turns tuples into lists and keys into strings."""
     again = json.loads(json.dumps(content))
     return xxhash.xxh3_64(json.dumps(again, sort_keys=True).encode()).hexdigest()
 
@@ -91,8 +91,10 @@ def missing_files(path: Path) -> list[str]:
 
 
 def best_step(folder: Path) -> Path:
-    """The complete step that validated best, the newest of equals; of steps that a signal saved before they were
-    validated, the newest, where there are no others. Raises ContractError when there is none."""
+    """The complete step with the best validation, the newest of equals; if none was validated, the newest step.
+
+    Raises ContractError when there is no complete step.
+    """
     steps = complete_steps(folder)
     if not steps:
         raise ContractError(f"no complete step in {folder}")
@@ -106,7 +108,7 @@ def best_step(folder: Path) -> Path:
 
 
 def read_state(path: Path, *needed: str) -> dict[str, Any]:
-    """Raises ContractError when it is broken or a key of `needed` is no number."""
+    """Raises ContractError when the state is broken or a key of `needed` is not a number."""
     check_complete(path)
     state = _read_json(path / STATE)
     if CHECKSUM in state and state.pop(CHECKSUM) != _checksum(state):  # an earlier version wrote none
@@ -118,14 +120,14 @@ def read_state(path: Path, *needed: str) -> dict[str, Any]:
         if not isinstance(state[key], int | float):
             raise _broken(path / STATE, f"{key} is {state[key]!r}")
     if NAME.fullmatch(path.name) and state["step"] != step_number(path):
-        raise _broken(path / STATE, f"it is of step {state['step']}")
+        raise _broken(path / STATE, f"it belongs to step {state['step']}")
     return state
 
 
 def read_draft(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights under native names (fp32; `d2t` int64, `t2d` bool) and the native config of a step folder.
 
-    Raises ContractError naming what is missing and the nearest complete step.
+    Raises ContractError naming the missing file and the nearest complete step.
     """
     check_complete(path)
     return _read_tensors(path, WEIGHTS), _read_json(path / CONFIG)
@@ -144,18 +146,20 @@ def check_complete(path: Path) -> None:
     others = complete_steps(path.parent) + complete_steps(path)
     number = step_number(path) if NAME.fullmatch(path.name) else 0
     nearest = min(others, key=lambda other: abs(step_number(other) - number), default=None)
-    hint = f"; the nearest complete step is {nearest}" if nearest else "; there is no complete step beside it"
-    raise ContractError(f"{path} is no complete checkpoint: {missing[0]} is missing{hint}")
+    hint = (
+        f"; the nearest complete step is {nearest}" if nearest else "; there is no complete step in the same folder"
+    )
+    raise ContractError(f"{path} is not a complete checkpoint: {missing[0]} is missing{hint}")
 
 
 def prune_steps(folder: Path, keep: int) -> None:
-    """Remove all but the last `keep` steps and the best one."""
+    """Remove all steps but the last `keep` ones and the best one."""
     steps = complete_steps(folder)
     kept = {*steps[-keep:], best_step(folder)} if steps else set()
     for path in steps:
         if path not in kept:
             doomed = path.with_name(path.name + files.PART)
-            path.rename(doomed)  # never a half-removed folder under a step's name
+            path.rename(doomed)  # so that a step's name never holds a half-removed folder
             shutil.rmtree(doomed)
 
 
@@ -175,12 +179,12 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
             facts = file.metadata() or {}
     except SafetensorError as error:
         raise _broken(path, error) from None
-    if "sums" in facts:  # of an earlier version
+    if "sums" in facts:  # written by an earlier version
         intact = facts["sums"] == checkpoint_file.additive_sums(tensors)
     else:
         intact = facts.get("xxh3") == checkpoint_file.checksums(tensors)
     if facts and not (intact and facts.get("folder") == folder.name):
-        raise _broken(path, "its numbers are not those that were saved for this step")
+        raise _broken(path, "its tensors do not match their checksums, or belong to another step")
     if facts.get("config", config := _checksum(_read_json(folder / CONFIG))) != config:
-        raise _broken(folder / CONFIG, f"it is not the one that {name} was saved with")
+        raise _broken(folder / CONFIG, f"{name} was saved with another one")
     return {name: t.to(torch.float32) if t.is_floating_point() else t for name, t in tensors.items()}

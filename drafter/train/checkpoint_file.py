@@ -1,7 +1,7 @@
-"""Safetensors files written while their tensors come from a device.
+"""Writes safetensors files while their tensors are copied from a device.
 
-safetensors' own writer wants every tensor in host memory first, and the disk begins when the last is written. Here a
-tensor goes through one pinned piece of memory, and the disk works meanwhile: a signal waits for little but the disk.
+safetensors' own writer needs all tensors in host memory before it writes. Here tensors go through one pinned buffer
+while the disk is already writing, so a signal waits for little more than the disk.
 """
 
 import json
@@ -16,19 +16,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-PIECE = 64 << 20  # bytes on their way at once
+PIECE = 64 << 20  # size of the buffer
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}  # safetensors' names
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As they lie in a file: wide numbers first, so that each tensor is aligned."""
+    """The tensors in file order: wide dtypes first, so that each tensor is aligned."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], wholes: Iterator[Tensor], facts: dict[str, str]) -> None:
-    """Write `tensors` to `path`, with `facts` and their checksums as metadata. Most of it is durable then.
+    """Write `tensors` to `path`, with `facts` and their checksums as metadata. Most of the file is synced at the end.
 
-    `tensors`: dtypes and (unsharded) shapes, `in_order`; `wholes`: gives as many tensors, on any device.
+    `tensors` gives dtypes and (unsharded) shapes, `in_file_order`; `wholes` gives the tensors, on any device.
     Raises OSError, and ValueError when `wholes` gives other tensors or fewer.
     """
     size = len(_header(tensors, facts, dict.fromkeys(tensors, "0" * 16)))
@@ -36,13 +36,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], wholes: Iterator[Tenso
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as disk:
         file.seek(size)
         syncing, found = disk.submit(os.fdatasync, file.fileno()), {}
-        for (
-            name,
-            tensor,
-        ) in tensors.items():  # no zip: it would take a tensor too many from an iterator that is shared
-            whole = next(wholes, None)
+        for name, tensor in tensors.items():
+            whole = next(wholes, None)  # not zip, which would take one tensor too many from the shared iterator
             if whole is None or (whole.shape, whole.dtype) != (tensor.shape, tensor.dtype):
-                raise ValueError(f"{path}: {name} is missing from the tensors to be written, or has another form")
+                raise ValueError(
+                    f"{path}: {name} is missing from the tensors to write, or has another shape or dtype"
+                )
             checksum = xxhash.xxh3_64()
             for piece in _bytes(whole).split(PIECE):
                 block = (staging[: len(piece)].copy_(piece) if piece.is_cuda else piece).numpy()
@@ -58,7 +57,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], wholes: Iterator[Tenso
 
 
 def checksums(tensors: dict[str, Tensor]) -> str:
-    """XXH3 of each CPU tensor's bytes: 10 GB/s on a thread, so that it takes less time than the disk."""
+    """XXH3 of each CPU tensor's bytes; at 10 GB/s on one thread it takes less time than the disk."""
     return json.dumps({name: _checksum(tensor) for name, tensor in tensors.items()}, sort_keys=True)
 
 
@@ -70,7 +69,7 @@ def _checksum(tensor: Tensor) -> str:
 
 
 def additive_sums(tensors: dict[str, Tensor]) -> str:
-    """What earlier versions wrote instead: sums of 64-bit words, which do not see two that were exchanged."""
+    """The checksums of earlier versions: sums of 64-bit words, which do not notice two exchanged words."""
     found = {name: sum(_sum(p.numpy()) for p in _bytes(t).split(PIECE)) % 2**64 for name, t in tensors.items()}
     return json.dumps(found, sort_keys=True)
 
@@ -85,7 +84,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _header(tensors: dict[str, Tensor], facts: dict[str, str], found: dict[str, str], room: int = 0) -> bytes:
-    """Everything before the first tensor's bytes, of at least `room` bytes beside the length."""
+    """All bytes before the first tensor: the length and at least `room` bytes."""
     tree: dict = {"__metadata__": {"format": "pt", **facts, "xxh3": json.dumps(found, sort_keys=True)}}
     position = 0
     for name, tensor in tensors.items():

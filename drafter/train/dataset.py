@@ -1,4 +1,4 @@
-"""Rows of stage 02 as a training run uses them: what it learns from, what it validates on, in which order."""
+"""Stage 02's rows as a training run uses them: training rows, validation rows, and their order."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from drafter.errors import ContractError
 from drafter.stage import Stage, read_manifest, say
 from drafter.train import examples
 
-VALIDATION_ROWS = 256  # looked at in one validation; more held-out rows than that only cost time
+VALIDATION_ROWS = 256  # more rows in a validation only cost time
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Dataset:
 
 
 def read_dataset(stage: Stage, world: int) -> Dataset:
-    """Rows, split and plan. Raises ContractError when nothing is left to learn from, or 02 counts other rows."""
+    """Rows, split and schedule. Raises ContractError when no row has anything to learn, or 02's counts differ."""
     config, train = stage.config, stage.config.train
     folder = config.stage_dir("02_hidden_states")
     entries = sorted(examples.read_index(folder), key=lambda entry: entry.row_id)
@@ -34,12 +34,12 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
     stage.counts = Counts(total=len(entries))
     rows = examples.learnable_rows(entries, config.target.max_seq_len, train.ttt_steps, stage.counts)
     if not rows:
-        raise ContractError(f"none of the {len(entries)} rows in {folder} has a supervised token: nothing to learn")
+        raise ContractError(f"none of the {len(entries)} rows in {folder} has a supervised token to learn from")
     training, validation = examples.split_rows(rows, train.validation_share)
     if not training:
         conversations = len({row.entry.conv_id for row in rows})
         raise ContractError(
-            f"validation takes all {len(rows)} rows, of {conversations} conversations: nothing to train on; lower "
+            f"all {len(rows)} rows ({conversations} conversations) are validation rows, none is left to train on; lower "
             f"train.validation_share ({train.validation_share}), or capture more conversations"
         )
     capacity = config.target.max_seq_len
@@ -49,7 +49,7 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
 
 
 def compare_with_manifest(folder: Path, manifest: dict, listed: int) -> None:
-    """Stage 02's index against its manifest. Says what is pending; raises ContractError when they contradict."""
+    """Compare stage 02's index with its manifest; log pending rows. Raises ContractError when the counts differ."""
     status, counted = manifest["status"], manifest.get("out", listed)
     if counted != listed:
         raise ContractError(
@@ -61,7 +61,7 @@ def compare_with_manifest(folder: Path, manifest: dict, listed: int) -> None:
 
 
 def make_reader(config: Config, folder: Path, pin: bool) -> examples.Reader:
-    """A reader of stage 02's files for this run's target. `pin`: into memory that a GPU copies from."""
+    """A reader of stage 02's files for this run's target. `pin`: into pinned memory."""
     target = config.target
     return examples.Reader(
         folder,

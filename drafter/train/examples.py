@@ -1,4 +1,4 @@
-"""From the index of hidden states to packs: which guesses carry loss, the split, the order, the loader."""
+"""Training examples from the index of hidden states: the guesses with loss, the split, the packs, the loader."""
 
 import hashlib
 import random
@@ -23,17 +23,17 @@ from drafter.train.attention import Documents
 from drafter.train.batch import ANSWER, REASONING, Pack
 
 INDEX = "index.jsonl"
-WINDOW = 512  # rows packed together
+WINDOW = 512  # rows that are packed together
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row as training sees it. Slots are counted from the row's start."""
+    """One row as training uses it. Slots are counted from the row's start."""
 
     entry: IndexEntry
     supervised: list[list[int]]  # after the cut at max_seq_len
     first: int  # first anchor
-    slots: int  # kept: all up to one past the last anchor, whose state is the last guess's teacher
+    slots: int  # kept slots: up to one past the last anchor, whose state is the last guess's teacher
     asked: tuple[int, ...]  # guesses at each step
 
 
@@ -52,7 +52,7 @@ def depths(supervised: list[list[int]], tokens: int, steps: int) -> np.ndarray:
 
 
 def learnable_rows(entries: Iterable[IndexEntry], max_seq_len: int, steps: int, counts: Counts) -> list[Example]:
-    """Rows that have something to learn from, in order of row id; the others are counted as rejected."""
+    """Rows with at least one guess, in order of row id; the others are counted as rejected."""
     result = []
     for entry in sorted(entries, key=lambda e: e.row_id):
         tokens = min(entry.tokens, max_seq_len)
@@ -70,20 +70,20 @@ def learnable_rows(entries: Iterable[IndexEntry], max_seq_len: int, steps: int, 
 
 
 def read_index(folder: Path) -> list[IndexEntry]:
-    """Raises ContractError on a record that is no index entry, or on a row that stands there twice."""
+    """Raises ContractError on a record that is not an index entry, or on a row that is listed twice."""
     entries: dict[str, IndexEntry] = {}
     try:
         for record in files.read_jsonl(folder / INDEX):
             entry = IndexEntry.from_record(record)
             if entries.setdefault(entry.row_id, entry) is not entry:
-                raise ContractError(f"row {entry.row_id} stands there twice")
+                raise ContractError(f"row {entry.row_id} is listed twice")
         return list(entries.values())
     except (FileNotFoundError, ContractError) as error:
-        raise ContractError(f"{folder / INDEX}: {error}; 02_extract_hidden_states.py makes it anew") from None
+        raise ContractError(f"{folder / INDEX}: {error}; 02_extract_hidden_states.py writes it again") from None
 
 
 def split_rows(rows: list[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """Training and validation rows. A conversation is on one side, and stays there as rows are added."""
+    """Training and validation rows. A conversation is on one side only, and stays there when rows are added."""
     conversations = sorted({row.entry.conv_id for row in rows}, key=_fraction)
     held = {conv for conv in conversations if _fraction(conv) < share} or set(conversations[:1])
     return [r for r in rows if r.entry.conv_id not in held], [r for r in rows if r.entry.conv_id in held]
@@ -94,9 +94,9 @@ def _fraction(conv_id: str) -> float:
 
 
 def pack_rows(rows: list[Example], capacity: int, seed: str | None) -> list[list[Example]]:
-    """Rows grouped into packs of at most `capacity` slots; shuffled by `seed`, in the given order without one.
+    """Rows grouped into packs of at most `capacity` slots; shuffled by `seed`, or in the given order without a seed.
 
-    Within a window of the shuffled order the longest rows are placed first, each where it first fits.
+    Within each window of WINDOW rows, the longest rows are placed first, each into the first pack that has room.
     """
     order = list(rows)
     generator = random.Random(seed)
@@ -120,7 +120,7 @@ def pack_rows(rows: list[Example], capacity: int, seed: str | None) -> list[list
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step: its packs, and how many guesses all of them ask for at each TTT step."""
+    """The packs of one optimizer step."""
 
     number: int  # from 1
     epoch: int  # from 0
@@ -128,6 +128,7 @@ class Step:
 
     @property
     def asked(self) -> list[int]:
+        """Number of guesses at each TTT step."""
         return [sum(counts) for counts in zip(*(row.asked for p in self.packs for row in p), strict=True)]
 
     @property
@@ -135,7 +136,7 @@ class Step:
         return sum(row.slots for p in self.packs for row in p)
 
     def share(self, rank: int, world: int) -> list[tuple[list[Example], bool]]:
-        """This rank's packs, each with whether it counts: every rank gets the same number, some a stand-in."""
+        """This rank's packs, each with whether it counts: a rank with fewer packs gets one that does not count."""
         own = [(p, True) for p in self.packs[rank::world]]
         missing = -(-len(self.packs) // world) - len(own)
         shortest = min((row for p in self.packs for row in p), key=lambda row: row.slots)
@@ -143,7 +144,7 @@ class Step:
 
 
 class Schedule:
-    """The order of training: which rows are in which step. The same on every rank and in every process."""
+    """The rows of every step, the same on every rank and in every process."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ def token_counts(rows: list[Example], folder: Path, vocab_size: int) -> Tensor:
 
 
 class Reader:
-    """Makes packs from files of hidden states, in memory that a GPU can copy from."""
+    """Makes packs from files of hidden states, in pinned memory if `pin`."""
 
     def __init__(
         self,
@@ -202,11 +203,11 @@ class Reader:
         self.steps = steps
         self.think_end = think_end  # token id; a row without it is all reasoning; None: the target does not reason
         self.pin = pin
-        self.target = target  # fingerprint that a file which names its target must name
-        self._verified: set[str] = set()  # rows whose bytes were compared with their checksum by this process
+        self.target = target  # expected fingerprint, for files that contain one
+        self._verified: set[str] = set()  # rows whose checksum this process has verified
 
     def read(self, rows: list[Example], counts: bool = True) -> Pack:
-        """Raises ContractError when a file is not what the index lists. Checks a row's checksum on its first read."""
+        """Raises ContractError when a file differs from the index. Verifies a row's checksum on its first read."""
         for row in rows:
             row_file.prefetch(self.folder / row.entry.path)
         headers = [row_file.read_header(self.folder, row.entry) for row in rows]
@@ -235,7 +236,7 @@ class Reader:
         return made.map(lambda t: t if t.is_pinned() else t.pin_memory()) if self.pin else made
 
     def _check(self, row: Example, header: states.Header, dtype: states.Dtype) -> None:
-        """One pack has files of one `dtype`."""
+        """Check a file against its row; all files of a pack have the same `dtype`. Raises ContractError."""
         ids = row_file.token_ids(header, row.entry, self.vocab_size, self.think_end)
         try:
             shape = self.layer_ids, self.hidden_size, dtype
@@ -244,13 +245,13 @@ class Reader:
             raise ContractError(f"{row.entry.path}: {error.detail}; {row_file.REMEDY}") from None
 
     def _layout(self, rows: list[Example], headers: list[states.Header], counts: bool) -> dict:
-        """Everything of a pack but the states."""
+        """A pack's fields except the states."""
         parts: dict[str, list[np.ndarray]] = {
             name: [] for name in ("input_ids", "positions", "anchors", "labels", "depth", "region")
         }
         cu_q, cu_k = [0], [0]
         for row, header in zip(rows, headers, strict=True):
-            ids = np.append(header.token_ids, 0)  # the last slot's label may be past the row: it asks for nothing
+            ids = np.append(header.token_ids, 0)  # the last slot's label may be past the row, but has no loss
             anchors = np.arange(row.first, row.slots)
             depth = depths(row.supervised, len(header.token_ids), self.steps)[anchors]
             parts["input_ids"].append(ids[1 : row.slots + 1])
@@ -274,13 +275,13 @@ class Reader:
 
 
 class Loader:
-    """Packs on their device, read ahead by threads. At most `workers + 1` packs exist beside the one in use."""
+    """Packs on their device, read ahead by threads: at most `workers + 1` in addition to the one in use."""
 
     def __init__(self, reader: Reader, device: torch.device, workers: int):
         self.reader = reader
         self.device = device
         self.workers = workers
-        self.waited = 0.0  # seconds that the consumer stood still for data
+        self.waited = 0.0  # seconds that the consumer waited for data
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def packs(self, order: Iterable[tuple[list[Example], bool]]) -> Generator[Pack]:
@@ -319,7 +320,7 @@ class Loader:
         return made.map(lambda t: t.to(self.device, non_blocking=True))
 
     def _take(self, made: Pack, copied: torch.cuda.Event | None) -> Pack:
-        """Hand a pack from the copying stream to the computing one."""
+        """Make the computing stream wait for a pack that the copying stream transfers."""
         if copied is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)

@@ -1,9 +1,9 @@
-"""Whether a warm start drafts from these hidden states as it did in serving, before it is trained on them.
+"""Checks, before training, that a warm start drafts as well from the captured hidden states as when vLLM served it.
 
-Three comparisons on held-out conversations, each with a false alarm rate that is stated and practically zero:
+Three comparisons on held-out conversations, each with a stated false alarm rate that is practically zero:
 
-- with the auxiliary layers in every other order: states whose layers were exchanged give a better loss there;
-- with one constant guess: a drafter whose head or vocabulary map is not its own guesses no better;
+- with the auxiliary layers in every other order: if layers were exchanged, another order has a lower loss;
+- with one constant guess: a drafter with a wrong head or vocabulary map guesses no better;
 - with the acceptance length that the smoke test measured when vLLM served the same drafter.
 """
 
@@ -25,22 +25,22 @@ from drafter.train.batch import Pack
 from drafter.train.dataset import Dataset, make_reader
 from drafter.train.draft_model import STATS, Drafter
 
-# With a right drafter at least nine conversations of ten beat a constant guess and every other order of layers. That
-# half of 24 independent ones do not then has a probability of 8.5e-7, half of more a smaller one.
+# With a correct drafter at least nine of ten conversations beat a constant guess and every other order of layers. The
+# probability that half of 24 independent ones do not is then 8.5e-7; for more conversations it is smaller.
 MIN_CONVERSATIONS = 24
-CONVERSATIONS = 40  # looked at
-CLEARLY = 0.98  # share of the loss that the better order of layers must be below, too
-FALSE_ALARM = 1e-6  # of the comparison with serving, for a drafter at its bound
-# Lowest share of (length - 1) that other prompts may leave. Measured (docs/measurements.md): a drafter trained on one
-# narrow set is accepted with 2.64 there and 1.30 on code, which leaves 0.30 / 1.64 = 0.18.
+CONVERSATIONS = 40  # used at most
+MAX_LOSS_SHARE = 0.98  # another order of layers is better only if its loss is below this share as well
+FALSE_ALARM = 1e-6  # probability of a false alarm in the comparison with serving, for a drafter at its bound
+# Lowest share of (length - 1) that may be left on other prompts. Measured (docs/measurements.md): a drafter trained on
+# one narrow set reaches length 2.64 there and 1.30 on code, which leaves 0.30 / 1.64 = 0.18.
 OTHER_PROMPTS = 0.15
-MAX_SHIFT, SHIFTED = 8, 0.05  # ids looked at either way; share outside above which a shift is looked for
+MAX_SHIFT, SHIFTED = 8, 0.05  # shifts of ids that are tried; share outside the vocabulary above which they are tried
 COUNT, LOSS, CORRECT, PREFIX = (STATS.index(name) for name in ("count", "loss", "correct", "prefix"))
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Sums over N conversations, K steps of a draft. A hit is a guess of the target's own likeliest token."""
+    """Sums over N conversations and K draft steps. A hit is a guess of the target's likeliest token."""
 
     sums: np.ndarray  # [N, K, 5] draft.STATS, with the layers in their own order
     losses: dict[tuple[int, ...], np.ndarray]  # order of the layers -> [N] summed loss of step 0
@@ -51,7 +51,7 @@ class Look:
 def check_warm_start(drafter: Drafter, verifier: Verifier, config: Config, dataset: Dataset) -> dict[str, float]:
     """Facts about the warm start's first guesses; empty with fewer than MIN_CONVERSATIONS held-out conversations.
 
-    Raises ConfigError naming what does not belong together.
+    Raises ConfigError naming the part that does not match the target or the states.
     """
     rows = _rows(dataset, config)
     if len(rows) < MIN_CONVERSATIONS:
@@ -74,12 +74,12 @@ def check_warm_start(drafter: Drafter, verifier: Verifier, config: Config, datas
 def share_outside_vocabulary(kept: Tensor, counts: Tensor) -> float:
     """Share of `counts` [V] (how often the target wrote each token) outside the draft vocabulary `kept` [V] bool.
 
-    Raises ConfigError when the vocabulary has none of the tokens, or would have nearly all if its ids were shifted.
+    Raises ConfigError when none of the tokens is in the vocabulary, or nearly all would be if its ids were shifted.
     """
     if not counts[kept].any():
         raise ConfigError(
-            "train.warm_start: its vocabulary has none of the tokens that the target wrote, so no draft could be "
-            "accepted; take a drafter of this target's tokenizer"
+            "train.warm_start: none of the tokens that the target wrote is in its vocabulary, so no draft could be "
+            "accepted; use a drafter made for this target's tokenizer"
         )
     shifts = [shift for shift in range(-MAX_SHIFT, MAX_SHIFT + 1) if shift]
     outside = {shift: 1 - float(counts[kept.roll(shift)].sum() / counts.sum()) for shift in (0, *shifts)}
@@ -88,13 +88,13 @@ def share_outside_vocabulary(kept: Tensor, counts: Tensor) -> float:
         raise ConfigError(
             f"train.warm_start: {outside[0]:.1%} of the tokens that the target wrote are outside its vocabulary, but "
             f"only {outside[best]:.1%} if all ids in d2t and t2d were {abs(best)} {'higher' if best > 0 else 'lower'}"
-            ": the vocabulary map is shifted, or of another tokenizer; fetch the drafter again or take another"
+            ": the vocabulary map is shifted or belongs to another tokenizer; fetch the drafter again or use another"
         )
     return outside[0]
 
 
 def _rows(dataset: Dataset, config: Config) -> list[examples.Example]:
-    """One row of each held-out conversation that the target answered itself, up to where the smoke test ends."""
+    """One row of each held-out conversation that the target itself answered, cut at the smoke test's length."""
     replayed = {source.name for source in config.prompts if source.mode == "replay"}
     first: dict[str, IndexEntry] = {}
     for row in dataset.validation:
@@ -144,17 +144,17 @@ def _beats_chance(hits: np.ndarray, look: Look) -> bool:
 
 
 def _check_order(look: Look, config: Config) -> None:
-    """Raises ConfigError when the drafter drafts well from another order of the layers, and better than from this."""
+    """Raises ConfigError when the drafter drafts well, and better, from the layers in another order."""
     own, *others = look.losses
     best = min(others, key=lambda order: look.losses[order].sum(), default=own)
     better = look.losses[best] < look.losses[own]
-    clearly = look.losses[best].sum() < CLEARLY * look.losses[own].sum()
+    clearly = look.losses[best].sum() < MAX_LOSS_SHARE * look.losses[own].sum()
     if better.sum() > len(better) / 2 and clearly and _beats_chance(look.hits[best], look):
         ids = config.target.aux_layer_ids
         raise ConfigError(
-            f"the hidden states do not hold layers {list(ids)} in this order: the warm start drafts better from them "
-            f"as {[ids[i] for i in best]} (loss {_mean(look, best):.3f} against {_mean(look, own):.3f} on "
-            f"{len(better)} held-out conversations); extract again, and check the extract server's layer ids"
+            f"the hidden states do not hold layers {list(ids)} in this order: the warm start drafts better with the "
+            f"order {[ids[i] for i in best]} (loss {_mean(look, best):.3f}, not {_mean(look, own):.3f}, on "
+            f"{len(better)} held-out conversations); check the extract server's layer ids and extract again"
         )
 
 
@@ -168,14 +168,14 @@ def _check_chance(look: Look, config: Config) -> None:
         ours, constant = hits.sum() / asked, look.constant.sum() / asked
         raise ConfigError(
             f"train.warm_start: {config.train.warm_start} guesses {ours:.1%} of the target's likeliest tokens on "
-            f"{len(hits)} held-out conversations; one constant token is {constant:.1%} of them. Its head, "
+            f"{len(hits)} held-out conversations; guessing one constant token reaches {constant:.1%}. Its head, "
             "vocabulary map (d2t, t2d) or layers are not those it was trained with, or it drafts for another "
-            "model: take another drafter, or leave train.warm_start out to train from scratch"
+            "model: use another drafter, or remove train.warm_start to train from scratch"
         )
 
 
 def _length(hits: np.ndarray, asked: np.ndarray) -> tuple[float, float]:
-    """Acceptance length and its standard error from [N, K] guesses that were right so far, and [N, K] of all."""
+    """Acceptance length and its standard error, from [N, K] counts of correct guesses so far and of all guesses."""
     count, totals = len(hits), asked.sum(0).clip(min=1)
     shares = hits.sum(0) / totals
     residuals = ((hits - shares * asked) / totals).sum(1)
@@ -185,13 +185,13 @@ def _length(hits: np.ndarray, asked: np.ndarray) -> tuple[float, float]:
 def _check_served(
     guessed: tuple[float, float], reached: tuple[float, float], conversations: int, config: Config
 ) -> None:
-    """Raises ConfigError when even OTHER_PROMPTS of what serving reached is excluded, at FALSE_ALARM."""
+    """Raises ConfigError when the length is below OTHER_PROMPTS of the served one, at level FALSE_ALARM."""
     missing = OTHER_PROMPTS * (reached[0] - 1) - (guessed[0] - 1)
     error = float(np.hypot(OTHER_PROMPTS * reached[1], guessed[1]))
     if missing > student_t(FALSE_ALARM, conversations - 1) * error:
         raise ConfigError(
-            f"train.warm_start reached acceptance length {reached[0]:.2f} when vLLM served it, but these hidden "
-            f"states let expect {guessed[0]:.2f}: their auxiliary layers {list(config.target.aux_layer_ids)} are not "
-            "those that the drafter was trained on (exchanged, or one layer too early or too late); compare "
-            "target.layer_ids with the drafter's config.json and the extract server's layer ids, and extract again"
+            f"train.warm_start reached acceptance length {reached[0]:.2f} when vLLM served it, but only "
+            f"{guessed[0]:.2f} on these hidden states: their auxiliary layers {list(config.target.aux_layer_ids)} are "
+            "not those that the drafter was trained on (exchanged, or off by one layer); compare target.layer_ids "
+            "with the drafter's config.json and the extract server's layer ids, and extract again"
         )

@@ -1,4 +1,4 @@
-"""What the compact format costs a warm start: its step-0 loss on states as captured, and as the format keeps them."""
+"""The cost of the compact format: a warm start's step-0 loss on bf16 states and on the same states compacted."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,11 @@ from drafter.target.head import read_verifier
 from drafter.train import draft_model, examples
 from drafter.train.draft_model import STATS
 
-TOKENS = 512  # of a row: the device belongs to the extract server, so the drafter runs on the CPU
+TOKENS = 512  # tokens of a row: few, as the drafter runs on the CPU while the extract server has the GPU
 
 
 class FirstLoss:
-    """Sums over rows. Raises ConfigError and ContractError on a warm start that this target cannot use."""
+    """Sums losses over rows. Raises ConfigError or ContractError on a warm start that does not fit the target."""
 
     def __init__(self, config: Config):
         start, target = config.train.warm_start, config.target
@@ -33,11 +33,11 @@ class FirstLoss:
 
     @torch.no_grad()
     def add(self, entry: IndexEntry, file: Path) -> None:
-        """A row and its plain file. One with nothing to learn in its first tokens adds nothing."""
+        """Add a row's bf16 file; a row without supervised tokens among its first ones adds nothing."""
         rows = examples.learnable_rows([entry], TOKENS, 1, Counts())
         if not rows:
             return
-        with TemporaryDirectory() as folder:  # under the name that its readers look for
+        with TemporaryDirectory() as folder:  # the reader expects the row's final file name
             path = Path(folder, entry.path)
             path.parent.mkdir()
             path.symlink_to(file)

@@ -1,7 +1,8 @@
-"""Which layers a warm start was trained on, told by its own first loss.
+"""Finds out which layers a warm start was trained on, by its loss before training.
 
-Published drafters count layers in two ways: an id means a layer's input, as in vLLM, or its output, one further. A
-drafter fed with the wrong ones still learns, from further off. Rows captured at both (`extract.neighbour_ids`) tell.
+Published drafters count layers in two ways: an id means a layer's input, as in vLLM, or its output, which is the next
+layer's input. A drafter that gets the wrong ones still learns, but from a worse start. Rows that were captured both
+ways (`extract.neighbour_ids`) show which way is right.
 """
 
 from dataclasses import replace
@@ -14,11 +15,11 @@ from drafter.train import examples
 from drafter.train.draft_model import STATS, Drafter
 
 FOLDER = "neighbours"  # below 02_hidden_states: files like the others, with every layer and its upper neighbour
-CLEARLY = 0.98  # a share of the loss that training on other rows does not move
+MAX_LOSS_SHARE = 0.98  # a smaller difference of losses may have other reasons
 
 
 def losses_by_layer_ids(drafter: Drafter, config: Config, rows: list[examples.Example]) -> dict[str, float]:
-    """Step-0 loss of the warm start by layer ids, on the rows that were captured at both. Empty without such rows.
+    """Step-0 loss of the warm start by layer ids, on the rows that were captured both ways. Empty without such rows.
 
     Raises ConfigError when the upper neighbours are clearly better.
     """
@@ -44,9 +45,9 @@ def losses_by_layer_ids(drafter: Drafter, config: Config, rows: list[examples.Ex
                 sums += drafter(pack, torch.ones(drafter.steps, device=device))[1].sum(0)[0]
         losses[", ".join(map(str, ids))] = round(float(sums[STATS.index("loss")] / sums[STATS.index("count")]), 4)
     own, other = losses.values()
-    if other < CLEARLY * own:
+    if other < MAX_LOSS_SHARE * own:
         raise ConfigError(
             f"train.warm_start drafts better from layers {upper} (loss {other}) than from {aux} (loss {own}): "
-            f"it counts layers by their outputs; set target.layer_ids to {[*upper, final]} and extract again"
+            f"its ids mean layer outputs; set target.layer_ids to {[*upper, final]} and extract again"
         )
     return losses

@@ -4,7 +4,7 @@ import contextlib
 import math
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 
 from drafter import files, signals
 from drafter.config import Config
-from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError
+from drafter.errors import ContractError, Interrupted, ResumableError
 from drafter.progress import Progress
 from drafter.stage import Stage, say
 from drafter.target import eagle3_folder
@@ -21,26 +21,14 @@ from drafter.train import checkpoint, distributed, draft_model, examples, first_
 from drafter.train.dataset import Dataset, make_reader
 from drafter.train.metrics import Metrics, region_figures, step_figures
 from drafter.train.optimizer import Optimizer, learning_rate
+from drafter.train.resume import Position, resume_identity
 
-# Facts measured once, before step 1; checkpoints carry them.
+# Facts measured once, before step 1, and kept in checkpoints.
 BEFORE = ("layer_losses", "first_look_length", "served_length", "expected_acceptance_before")
 
 
-@dataclass(slots=True)
-class Position:
-    """Where training stands; what a checkpoint remembers beside tensors."""
-
-    step: int = 0
-    tokens: int = 0
-    best: float = 0.0  # expected acceptance of the best validation
-    stale: int = 0  # validations since then
-    validated: int = -1  # step of the last validation; -1: none yet
-    expected_acceptance: float = 0.0  # of that validation
-    seconds_per_step: float = 0.0
-
-
 class Training:
-    """The loop and what it holds."""
+    """One training run: model, optimizer, data and position."""
 
     def __init__(self, stage: Stage, dataset: Dataset, ranks: distributed.Ranks):
         self.stage, self.dataset, self.ranks = stage, dataset, ranks
@@ -145,7 +133,7 @@ class Training:
         self.stage.facts |= {key: state[key] for key in BEFORE if key in state}
 
     def _kind_before(self, state: dict[str, Any]) -> distributed.Kind | Literal["auto"]:
-        """`auto` keeps, on as many ranks, what it chose: a resumed run adds its numbers in the same order."""
+        """`auto` keeps its choice for the same number of ranks, so that a resumed run adds in the same order."""
         asked = self.config.train.parallel
         same = state.get("ranks") == self.ranks.world
         return state.get("parallel", asked) if asked == "auto" and same else asked
@@ -178,7 +166,7 @@ class Training:
             )  # fmt: skip
 
     def _listen(self) -> None:
-        """From here on a signal waits for the step to end."""
+        """From now on a signal only takes effect at the end of the step."""
 
         def note(signum: int, _frame) -> None:
             self.signal = self.signal or signum
@@ -189,7 +177,7 @@ class Training:
     # The loop's parts
 
     def _step(self, step: examples.Step) -> dict[str, Any]:
-        """One optimizer step over this rank's packs. Raises ContractError, before the update, on a bad number."""
+        """One optimizer step over this rank's packs. Raises ContractError, before the update, if it is not finite."""
         train, started, waited = self.config.train, time.perf_counter(), self.loader.waited
         share = step.share(self.ranks.rank, self.ranks.world)
         # Gradients are averaged over ranks, the loss over the guesses of all ranks.
@@ -204,15 +192,15 @@ class Training:
                 loss.backward()
             sums += stats
         norm = self.optimizer.clip()
-        # One transfer a step brings everything the host must know, before the update.
+        # One transfer for each step brings all numbers to the host, before the update.
         said = self._said()
         sums = self.ranks.sum(torch.cat([sums.flatten(), said]))
         *flat, norm = torch.cat([sums, norm.reshape(1).to(sums.dtype)]).tolist()
         if not math.isfinite(norm):
             names = [row.entry.row_id for rows, _ in share for row in rows]
             raise ContractError(
-                f"step {step.number}: loss or gradient is not finite: states that are damaged, or a train.lr that is "
-                f"too high; this rank's rows: {names}"
+                f"step {step.number}: loss or gradient is not finite: the states are damaged, or train.lr is too high; "
+                f"this rank's rows: {names}"
             )
         lr = learning_rate(step.number, len(self.dataset.schedule.steps), train)
         self.optimizer.step(lr)
@@ -240,7 +228,7 @@ class Training:
         return figures | {"stop": self._received(received)}
 
     def _said(self) -> torch.Tensor:
-        """Which signal this rank has received: to be summed, so that all ranks stop at the same place."""
+        """The signal that this rank received, one-hot: summed over ranks, so that all stop at the same step."""
         said = [float(self.signal == signum) for signum in signals.SIGNALS]
         return torch.tensor(said, device=self.ranks.device)
 
@@ -256,11 +244,11 @@ class Training:
         return step > 0 and (step % self.config.train.save_every == 0 or step == len(self.dataset.schedule.steps))
 
     def _validates(self, step: int) -> bool:
-        """Where it is due: what is saved has always been validated, but for what a signal saves."""
+        """Whether a validation is due: before every save, except saves by a signal."""
         return self._saves(step) or step % self.config.train.validate_every == 0
 
     def _catch_up(self) -> None:
-        """The validation before step 1, or the one that a signal did not wait for."""
+        """Run the validation before step 1, or the one that a signal cut off."""
         position = self.position
         if position.validated == position.step or not self._validates(position.step):
             return
@@ -270,11 +258,11 @@ class Training:
             self.ranks.on_main(self._note_validated)
 
     def _note_validated(self) -> None:
-        self.metrics.sync()  # once the step says that it was validated, nobody validates again
+        self.metrics.sync()  # first, since a step that is marked as validated is not validated again
         checkpoint.save_state(checkpoint.step_path(self.stage.folder, self.position.step), self._state())
 
     def _validate(self) -> int:
-        """Measure on the held-out rows. Returns 0, or the signal that ended it early: it is still due then."""
+        """Measure on the held-out rows. Returns 0, or the signal that interrupted it."""
         started = time.perf_counter()
         packs = examples.pack_rows(self.dataset.validation, self.config.target.max_seq_len, seed=None)
         share = examples.Step(0, 0, packs).share(self.ranks.rank, self.ranks.world)
@@ -288,8 +276,8 @@ class Training:
         sums = self.ranks.sum(sums).cpu()
         if not sums.isfinite().all():
             raise ContractError(
-                f"step {self.position.step}: the loss on held-out rows is not finite: states that are damaged, or a "
-                "train.lr that is too high"
+                f"step {self.position.step}: the loss on held-out rows is not finite: the states are damaged, or "
+                "train.lr is too high"
             )
         figures = region_figures(sums)
         position, acceptance = self.position, figures["expected_acceptance"]
@@ -311,17 +299,17 @@ class Training:
         return 0
 
     def _gave_up(self) -> bool:
-        """Whether validation has not improved for too long: asked before a step, so that a resumed run stops too."""
+        """Whether validation has not improved for too long; checked before a step, so that a resumed run stops too."""
         patience, step = self.config.train.patience, self.position.step
         if not patience or self.position.stale < patience:
             return False
-        say("step %d: no better for %d validations, stopping early", step, patience)
+        say("step %d: no improvement in %d validations, stopping early", step, patience)
         if not self.ranks.decide(checkpoint.step_path(self.stage.folder, step).exists):
             self._save()
         return True
 
     def _save(self) -> None:
-        """Gather on rank 0 and write there. Raises ResumableError when the disk is full; earlier steps stay."""
+        """Gather on rank 0 and write there. Raises ResumableError when that fails; earlier steps stay."""
         weights, moments = draft_model.native_weights(self.model, self.keeps_embedding), self.optimizer.moments()
         wholes = map(distributed.gather, checkpoint.tensors_in_file_order(weights, moments))
         path = checkpoint.step_path(self.stage.folder, self.position.step)
@@ -335,8 +323,8 @@ class Training:
             self.ranks.on_main(write, wholes)
         except (OSError, distributed.MainFailed) as error:
             done = checkpoint.complete_steps(self.stage.folder)
-            kept = done[-1].name if done else "nothing"
-            raise ResumableError(f"step {self.position.step} could not be saved ({error}); {kept} is kept") from None
+            last = f"the last saved step is {done[-1].name}" if done else "no step is saved"
+            raise ResumableError(f"step {self.position.step} could not be saved ({error}); {last}") from None
 
     def _state(self) -> dict[str, Any]:
         state = asdict(self.position) | resume_identity(self.config, self.dataset)
@@ -344,7 +332,7 @@ class Training:
         return state | {key: self.stage.facts[key] for key in BEFORE if key in self.stage.facts}
 
     def _finish(self, seconds: float, tokens: int) -> None:
-        """`tokens` were trained in these `seconds`: those of this call, validations and checkpoints included."""
+        """`tokens` and `seconds` of this call, validations and checkpoints included."""
         if not self.ranks.main:
             return
         best = checkpoint.best_step(self.stage.folder)
@@ -359,40 +347,8 @@ class Training:
         say("best step: %s, expected acceptance length %.3f", best.name, self.stage.facts["expected_acceptance"])
 
 
-def resume_identity(config: Config, dataset: Dataset) -> dict[str, Any]:
-    """What must be the same for a resumed step to be the step that would have been."""
-    return {
-        "rows": len(dataset.train),
-        "plan": dataset.schedule.fingerprint,
-        "packs_per_step": dataset.schedule.packs_per_step,
-        "trainable": sorted(config.train.trainable),
-    }
-
-
-def check_resumable(stage: Stage, dataset: Dataset) -> None:
-    """Raises ConfigError naming what differs from the run that made the last checkpoint."""
-    if not (done := checkpoint.complete_steps(stage.folder)):
-        return
-    state, asked = checkpoint.read_state(done[-1], *asdict(Position())), len(dataset.schedule.steps)
-    differing = [
-        f"{key} (was {state.get(key)!r}, is {value!r})"
-        for key, value in resume_identity(stage.config, dataset).items()
-        if state.get(key) != value
-    ]
-    if differing:
-        raise ConfigError(
-            f"04_train was begun with other {', '.join(differing)}; use another run.name, or remove "
-            f"{stage.folder} to train anew"
-        )
-    if state["step"] > asked:
-        raise ConfigError(
-            f"{state['step']} steps are trained and {asked} are asked for: raise train.epochs or "
-            "train.max_steps, or take another run.name"
-        )
-
-
 def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[eagle3_folder.Tensors, dict[str, Any]]:
-    """Weights and native config before the first step: the warm start's, with its own vocabulary, or from scratch."""
+    """Weights and native config before the first step: the warm start's, or new ones."""
     train, vocab_size = config.train, config.target.architecture.vocab_size
     if train.warm_start is None:
         settings = random_init.first_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)

@@ -1,10 +1,11 @@
-"""Stage 04: teach the drafter to say what the target says. What is checked and claimed around the loop."""
+"""Stage 04: train the drafter. The checks and the manifest around the training loop."""
 
 from drafter.errors import ContractError, ResumableError, StageError
 from drafter.stage import Stage, read_manifest, say
 from drafter.target import eagle3_folder, weights_fingerprint
 from drafter.train import checkpoint, examples
 from drafter.train.dataset import Dataset, read_dataset
+from drafter.train.resume import check_resumable
 
 QUESTION = (
     "run.seed", "target.model", "target.layer_ids", "target.max_seq_len", "train.warm_start",
@@ -15,9 +16,9 @@ QUESTION = (
 
 
 def run(stage: Stage) -> dict:
-    """Train until done, early stop or a signal. Raises Interrupted after saving when a signal came."""
-    from drafter.train import distributed  # ten seconds of imports, which a plan does without
-    from drafter.train.loop import Training, check_resumable
+    """Train to the end, an early stop or a signal. Raises Interrupted, after saving, when a signal came."""
+    from drafter.train import distributed  # takes ten seconds to import, which a dry run does not need
+    from drafter.train.loop import Training
 
     with distributed.joined_ranks() as ranks:
         stage.require("02_hidden_states")
@@ -27,12 +28,12 @@ def run(stage: Stage) -> dict:
         rows = [dataset.schedule.fingerprint, *(row.entry.row_id for row in dataset.validation)]
         if not ranks.all(ranks.decide(lambda: rows) == rows):
             raise ResumableError(
-                f"the ranks read different rows from {dataset.folder / examples.INDEX}: one host sees an older file; "
-                "run the same command again"
+                f"the ranks read different rows from {dataset.folder / examples.INDEX}: one host still sees an older "
+                "file; run the same command again"
             )
 
         def look() -> tuple[bool, dict | None]:
-            stage.refuse_another_question()  # before anything is written: a refusal leaves the run as it stands
+            stage.refuse_another_question()  # before anything is written: a refusal changes nothing
             finished = is_finished(stage, dataset)
             if not finished:
                 weights_fingerprint.check_same_weights(stage.config, recording=False)
@@ -48,7 +49,7 @@ def run(stage: Stage) -> dict:
         ranks.on_main(claim)
         if finished:
             stage.facts = before["facts"] | index_row_set(dataset)
-            say("trained already: %s", stage.facts["best"])
+            say("nothing left to train; best step: %s", stage.facts["best"])
         else:
             Training(stage, dataset, ranks).run()
         stage.counts.done = stage.counts.total - stage.counts.rejected.total()
@@ -56,7 +57,7 @@ def run(stage: Stage) -> dict:
 
 
 def dry_run(stage: Stage) -> dict:
-    """What `run` would do, and what is missing for it. `refused`: why it would end before its first step."""
+    """What `run` would do, and what is missing. `refused`: why it would stop before its first step."""
     config, findings, pending, refused = stage.config, [], 1, {}
     folder = config.stage_dir("02_hidden_states")
     if not (folder / examples.INDEX).exists():
@@ -64,15 +65,13 @@ def dry_run(stage: Stage) -> dict:
     else:
         try:
             dataset = read_dataset(stage, config.train.processes)
-        except ContractError as error:  # 02 may have written none yet, or go on and mend it
+        except ContractError as error:  # 02 may have written no rows yet, or may repair them
             findings.append(str(error))
         else:
             done = checkpoint.complete_steps(stage.folder)
             pending = max(1, len(dataset.schedule.steps) - (checkpoint.step_number(done[-1]) if done else 0))
             pending = 0 if is_finished(stage, dataset) else pending
             if pending and done:
-                from drafter.train.loop import check_resumable  # slow to import
-
                 try:
                     check_resumable(stage, dataset)
                 except StageError as error:
@@ -86,13 +85,13 @@ def dry_run(stage: Stage) -> dict:
 
 
 def index_row_set(dataset: Dataset) -> dict[str, str]:
-    """Which rows stage 02 made its index of, as it records them; nothing where an earlier version did not."""
+    """The rows that stage 02 built its index from, as in its manifest; empty if an earlier version wrote that."""
     facts = (read_manifest(dataset.folder) or {"facts": {}})["facts"]
     return {"row_set": facts["row_set"]} if "row_set" in facts else {}
 
 
 def is_finished(stage: Stage, dataset: Dataset) -> bool:
-    """The last run got to its end, and the end has not moved since."""
+    """Whether the last run trained all steps that are asked for now."""
     manifest = read_manifest(stage.folder)
     facts = manifest["facts"] if manifest else {}
     return (
