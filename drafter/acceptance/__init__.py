@@ -1,1 +1,1 @@
-"""Stage 06: drafters in, measured acceptance lengths and a verdict out."""
+"""Stage 06: measures drafters' acceptance lengths and recommends one."""

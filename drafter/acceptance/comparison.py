@@ -1,4 +1,4 @@
-"""What the measured units say together: the content of `acceptance.json`, up to the verdict."""
+"""Combines the results of all measurements to the content of `acceptance.json`, including the verdict."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from drafter.serve.decoding import Decoded
 NONE, WARM_START, RUN = "none", "warm_start", "run"
 ALL_SETS = "all"
 PARTS = ("all", "reasoning", "answer")
-NOT_COMPARED = "not compared"  # the verdict when there is no drafter to stand against
+NOT_COMPARED = "not compared"  # the verdict when there is no other drafter to compare with
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One drafter on one prompt set in one cell. `key` hashes everything the result depends on.
+    """One drafter on one prompt set in one cell. `key` is a hash of everything that the result depends on.
 
     `num_speculative_tokens` is 0 without a drafter.
     """
@@ -36,7 +36,7 @@ class Measurement:
 
     @property
     def load(self) -> tuple[str, int, float]:
-        """What two drafters must share for their speeds to be comparable."""
+        """The facts that must be equal for two drafters' speeds to be comparable."""
         return self.prompt_set, self.concurrency, self.temperature
 
 
@@ -44,9 +44,9 @@ Results = dict[Measurement, Decoded]
 
 
 def summarise_results(units: list[Measurement], done: Results, think_end: int | None, seed: int) -> dict[str, Any]:
-    """`units` in the order of the config; those without a result are listed as left out.
+    """The report on `units` (in the config's order); those without a result are listed as left out.
 
-    The headline is this run's drafter under the first cell, all prompt sets together.
+    The headline is about this run's drafter in the first cell, with all prompt sets pooled.
     """
     results = {unit: done[unit] for unit in units if unit in done}
     measurements = [
@@ -69,10 +69,10 @@ def summarise_results(units: list[Measurement], done: Results, think_end: int | 
 
 
 def result_figures(decoded: list[Decoded], think_end: int | None, seed: int) -> dict[str, Any]:
-    """Figures of one or several prompt sets decoded alike, pooled.
+    """Pooled figures of one or several prompt sets that were decoded in the same cell.
 
-    Lengths, rates and speed come from the engine's counters and the clock; intervals, and reasoning and answer
-    apart, from the streams, and only where every stream shows the steps that the engine counted.
+    Lengths, rates and speed come from the engine's counters and the clock. Intervals and the separate figures for
+    reasoning and answer come from the streams, and only if every stream shows the steps that the engine counted.
     """
     drafts = sum(d.counters.drafts for d in decoded)
     accepted = sum(d.counters.accepted for d in decoded)
@@ -106,7 +106,7 @@ def result_figures(decoded: list[Decoded], think_end: int | None, seed: int) -> 
 
 
 def speed_up(unit: Measurement, results: Results) -> float | None:
-    """Output tokens a second against decoding without a drafter under the same load."""
+    """Output tokens a second relative to decoding without a drafter under the same load; None if not measured."""
     for other, decoded in results.items():
         if other.drafter == NONE and other.load == unit.load:
             ours = results[unit]
@@ -123,15 +123,14 @@ def _cells(results: Results) -> dict[tuple, dict[str, dict[str, Decoded]]]:
     cells: dict[tuple, dict[str, dict[str, Decoded]]] = {}
     for unit, decoded in results.items():
         if unit.drafter != NONE:
-            cell = (unit.concurrency, unit.num_speculative_tokens, unit.temperature)
-            cells.setdefault(cell, {}).setdefault(unit.drafter, {})[unit.prompt_set] = decoded
+            cells.setdefault(_cell(unit), {}).setdefault(unit.drafter, {})[unit.prompt_set] = decoded
     return cells
 
 
 def _comparisons(results: Results, think_end: int | None, seed: int) -> Iterator[dict[str, Any]]:
-    """Every pair of drafters, on the prompts both have answered."""
+    """Compare every pair of drafters, on the prompts that both answered."""
     for (concurrency, tokens, temperature), by_drafter in _cells(results).items():
-        # This run's drafter is the one to be judged, wherever it is named.
+        # This run's drafter is compared with the others, whatever the order in the config.
         for baseline, drafter in combinations(sorted(by_drafter, key=lambda label: label == RUN), 2):
             ours, theirs = by_drafter[drafter], by_drafter[baseline]
             sets = [name for name in ours if name in theirs]
@@ -157,7 +156,7 @@ def _comparisons(results: Results, think_end: int | None, seed: int) -> Iterator
 
 
 def _paired(ours: Decoded, theirs: Decoded) -> tuple[Decoded, Decoded]:
-    """The replies to prompts that both answered, in one order; none where the streams cannot be believed."""
+    """The replies to the prompts that both answered, in the same order; none if the streams miss steps."""
     if not (ours.streams_agree and theirs.streams_agree):
         return ours.only([]), theirs.only([])
     answered = {reply.conv_id for reply in theirs.replies}
@@ -223,7 +222,7 @@ def _cell(unit: Measurement) -> tuple:
 
 
 def _recommended(drafter: str, baseline: str | None, verdict: str, faster: float | None) -> str | None:
-    """The baseline unless better is shown; against no drafter alone, what is faster; against nothing, nothing."""
+    """The drafter if it is better than the baseline, else the baseline; without one, whatever decodes faster."""
     if baseline:
         return drafter if verdict == intervals.BETTER else baseline
     if faster is None:

@@ -1,4 +1,4 @@
-"""The prompts that drafters are measured on: frozen, and shown to be none of the training's."""
+"""The prompts that drafters are measured on, and checks that none of them was used for training."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from drafter.errors import ConfigError, RowError
 from drafter.generate import mix, prompts, sources
 
 HELD_OUT = "held_out"
-NGRAM = 13  # words; shorter runs are shared by chance
+NGRAM = 13  # words; shorter sequences are shared by chance
 SAMPLE = ROOT / "configs/prompts_sample.jsonl"
 WORD = re.compile(r"\w+")
 
@@ -50,9 +50,7 @@ def read_prompt_sets(config: Config, limit: int | None = None) -> PromptSets:
     else:
         path = _held_out(config)
         if not path.exists():
-            raise ConfigError(
-                f"no held-out prompts at {path}: run 01b_generate_synthetic.py, or set acceptance.prompts"
-            )
+            raise ConfigError(f"{path} is missing: run 01b_generate_synthetic.py, or set acceptance.prompts")
         sets = {
             HELD_OUT: _shared_out(list(checked.lines(path, Prompt, "01b_generate_synthetic.py writes it")), count)
         }
@@ -70,7 +68,7 @@ def read_prompt_sets(config: Config, limit: int | None = None) -> PromptSets:
 
 
 def _shared_out(records: list[Prompt], count: int) -> list[Prompt]:
-    """The first `count` records in their order, every source giving its share."""
+    """The first records of each source, in order: `count` in total, divided by the sources' sizes."""
     left = mix.shares(Counter(record["source"] for record in records), count)
     kept = []
     for record in records:
@@ -85,12 +83,12 @@ def _held_out(config: Config) -> Path:
 
 
 def sample_prompts(config: Config, count: int) -> list[Prompt]:
-    """Ordinary questions that are there before a run has any of its own."""
+    """Sample questions, for use before a run has its own prompts."""
     return _draw(config, Source(name="sample", path=SAMPLE), count)
 
 
 def _draw(config: Config, source: Source, count: int) -> list[Prompt]:
-    """`count` prompts of a source, the same for the same seed; each conversation once."""
+    """`count` prompts of a source without repetitions, the same for the same seed."""
     source = source.model_copy(update={"count": min(count, source.count or count)})
     drawn: dict[str, Any] = {}
     for place, record in sources.draw(source, config.run.seed):
@@ -108,18 +106,18 @@ def _draw(config: Config, source: Source, count: int) -> list[Prompt]:
 
 
 def _trained(config: Config) -> set[str]:
-    """Conversations among the training rows; empty when this run has none on this machine."""
+    """Ids of the conversations in the training rows; empty if the index is not on this machine."""
     index = config.stage_dir("02_hidden_states") / "index.jsonl"
     return {entry["conv_id"] for entry in files.read_jsonl(index, conv_id=str)} if index.exists() else set()
 
 
 def prompts_fingerprint(records: Sequence[Prompt]) -> str:
-    """What was asked, in order: a set with another identity is another measurement."""
+    """Hash of the prompts in order; a set with another fingerprint is measured again."""
     return contracts.content_id([[record["messages"], record["tools"]] for record in records])
 
 
 def describe_sets(sets: PromptSets, materialised: Path) -> list[dict]:
-    """Name, size, number of prompts by source, hash and overlap of each set, for the record."""
+    """Name, size, prompts by source, hash and overlap of each set, for acceptance.json."""
     shared = ngram_overlap(sets, materialised)
     return [
         {
@@ -134,14 +132,13 @@ def describe_sets(sets: PromptSets, materialised: Path) -> list[dict]:
 
 
 def ngram_overlap(sets: PromptSets, materialised: Path) -> dict[str, dict | None]:
-    """For each set how many prompts share a run of NGRAM words with a training prompt (01b's `prompts.jsonl`).
+    """For each set, how many prompts share NGRAM consecutive words with a training prompt (01b's `prompts.jsonl`).
 
-    Prompts shorter than that are counted under `too_short`: nothing can be said of them. None where the
-    training prompts are not on this machine.
+    Shorter prompts are only counted as `too_short`. None if the training prompts are not on this machine.
     """
     if not materialised.exists():
         return dict.fromkeys(sets)
-    # The training prompts are far more than those measured on, so it is the latter whose runs are kept.
+    # There are far more training prompts than measured ones, so the word sequences of the latter are kept in memory.
     runs = {name: [_runs(record) for record in records] for name, records in sets.items()}
     wanted = {run for prompts_runs in runs.values() for run in set().union(*prompts_runs)}
     found: set[tuple[str, ...]] = set()
@@ -159,7 +156,7 @@ def ngram_overlap(sets: PromptSets, materialised: Path) -> dict[str, dict | None
 
 
 def _runs(record: Mapping[str, Any]) -> set[tuple[str, ...]]:
-    """Every NGRAM words in a row of the user's turns."""
+    """Every sequence of NGRAM words in the user turns."""
     result: set[tuple[str, ...]] = set()
     for message in record["messages"]:
         if message["role"] == "user":

@@ -1,10 +1,9 @@
-"""Stage 06: how many tokens are accepted per step, served, on the same frozen prompts for every drafter.
+"""Stage 06: measure how many tokens vLLM accepts per step, on the same prompts for every drafter.
 
-A unit is one drafter on one prompt set in one cell. Its result lies under a name that hashes everything it depends
-on, so a rerun measures what is missing and nothing else, and nothing measured otherwise is ever mixed in.
+A unit is one drafter on one prompt set in one cell. Its result file is named by a hash of everything that the result
+depends on, so a rerun measures only what is missing and never mixes in results of other settings.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from drafter.target import eagle3_folder
 QUESTION = ("target.model", "target.chat_template_kwargs")
 REPORT = "acceptance.json"
 SMOKE_SECONDS = 300
-SMOKE_LENGTH = 1.05  # what random weights reach when their favourite token happens to be a comma
+SMOKE_LENGTH = 1.05  # random weights reach this if their favourite token is a comma
 
 
 def run(stage: Stage) -> dict:
@@ -46,10 +45,10 @@ def run(stage: Stage) -> dict:
     if missing := [unit for unit in units if not is_measured(stage, unit)]:
         measure_units(stage, drafters, sets, missing)
     else:
-        say("everything asked for is measured already")
+        say("every measurement has a result already")
     done = {unit: read_result(stage, unit) for unit in units if result_path(stage, unit).exists()}
     if not done:
-        raise ResumableError("nothing was measured within acceptance.budget_minutes; raise it")
+        raise ResumableError("nothing was measured within acceptance.budget_minutes; raise it and run again")
     stage.counts.done = sum(not decoded.skipped for decoded in done.values())
     report = comparison.summarise_results(units, done, config.target.think_end, config.run.seed)
     report["prompt_sets"] = prompt_sets.describe_sets(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
@@ -60,12 +59,12 @@ def run(stage: Stage) -> dict:
         say("%s", caveat)
     say("%s", sentence(report["headline"]))
     stage.facts = report["headline"] | {"left_out": len(report["left_out"])}
-    # What the budget leaves out is a plan and no failure; running again goes on with it.
+    # Units that the budget left out are no failure; the next run measures them.
     return stage.finish() | {"deadline": True}
 
 
 def dry_run(stage: Stage) -> dict:
-    """Offline: how many units have no result yet, and what is missing to measure them."""
+    """Offline: the number of units without a result, and what is missing to measure them."""
     config, findings, pending = stage.config, [], len(stage.config.acceptance.drafters)
     try:
         eagle3_folder.check_engine(config)
@@ -98,7 +97,7 @@ def find_drafters(config: Config) -> dict[str, Path | None]:
 
 
 def expected_lengths(config: Config) -> dict[str, float]:
-    """Label -> acceptance length that stage 04 expected, where it looked as far ahead as the first cell drafts."""
+    """Label -> acceptance length that stage 04 expected; empty if it trained for another draft length."""
     if config.train.ttt_steps != config.acceptance.cells[0].num_speculative_tokens:
         return {}
     facts = (read_manifest(config.stage_dir("04_train")) or {"facts": {}})["facts"]
@@ -107,7 +106,7 @@ def expected_lengths(config: Config) -> dict[str, float]:
 
 
 def list_units(config: Config, drafters: dict[str, Path | None], sets: PromptSets) -> list[Measurement]:
-    """Every unit, the first cell first. Without a drafter the draft length means nothing and cells fall together."""
+    """All units, first cell first. Without a drafter, cells that differ only in draft length give the same unit."""
     identities = {label: folder and eagle3_folder.fingerprint(folder) for label, folder in drafters.items()}
     sets_identities = {name: prompt_sets.prompts_fingerprint(records) for name, records in sets.items()}
     units: dict[str, Measurement] = {}
@@ -132,10 +131,7 @@ def list_units(config: Config, drafters: dict[str, Path | None], sets: PromptSet
 
 
 def cell_settings(config: Config, temperature: float | None, max_tokens: int | None = None) -> Generate:
-    """The run's sampling under a cell's temperature; every prompt has a seed of its own.
-
-    So drafters differ by what they draft and not by luck.
-    """
+    """The run's sampling with a cell's temperature; each prompt has its own seed, the same for all drafters."""
     changed: dict[str, Any] = {"max_tokens": max_tokens or config.acceptance.max_tokens, "seed_rows": True}
     if temperature is not None:
         changed["temperature"] = temperature
@@ -150,16 +146,16 @@ def chat_body(config: Config, settings: Generate, record: Mapping[str, Any]) -> 
 
 
 def write_prompt_sets(stage: Stage, sets: PromptSets) -> None:
-    """The frozen prompts, for people and for whoever measures something else on them."""
+    """Write the measured prompts to prompts.jsonl, for inspection."""
     records = ({"prompt_set": name, **record} for name, records in sets.items() for record in records)
-    files.write_text(stage.folder / "prompts.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    files.write_jsonl(stage.folder / "prompts.jsonl", records)
 
 
 def measure_units(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, units: list[Measurement]) -> None:
-    """Measure units, one server start for each drafter and draft length.
+    """Measure units, with one server start for each drafter and draft length.
 
-    Every start, and every unit under it, gets an equal share of the time that is left, so that a slow drafter does
-    not eat what its rival is compared on.
+    Every start, and every unit of it, gets an equal share of the remaining time, so that a slow drafter does not use
+    up the time of the others.
     """
     config = stage.config
     deadline = time.monotonic() + config.acceptance.budget_minutes * 60
@@ -189,15 +185,15 @@ def measure_units(stage: Stage, drafters: dict[str, Path | None], sets: PromptSe
 
 
 def _short(label: str) -> str:
-    """A drafter's label as part of a file name; two folders of the same name differ."""
+    """A drafter's label as part of a file name, different for folders with the same last part."""
     return label if "/" not in label else f"{Path(label).name}-{contracts.content_id(label)[:8]}"
 
 
 def check_result(unit: Measurement, decoded: Decoded) -> None:
-    """Raises ConfigError when the server would not take a single prompt, or counts no drafts."""
+    """Raises ConfigError when the server refused every prompt, or counts no drafts."""
     if decoded.refused and not decoded.replies:
         reason = next(iter(decoded.refused.values()))
-        raise ConfigError(f"the server refuses every prompt of {unit.prompt_set}: {reason}")
+        raise ConfigError(f"the server refused every prompt of {unit.prompt_set}: {reason}")
     if unit.num_speculative_tokens and not decoded.counters.accepted_per_position:
         raise ConfigError("the server counts no drafts: remove disable-log-stats from servers.evaluate.args")
 
@@ -215,7 +211,7 @@ def decode_prompts(
     until: float,
     advance: Callable[[], None] = lambda: None,
 ) -> Decoded:
-    """One prompt set on the server that is up."""
+    """Decode one prompt set on the running server."""
     requests = {record["conv_id"]: chat_body(config, settings, record) for record in records}
     think_end = config.target.think_end
     return client.run_interruptible(
@@ -228,18 +224,18 @@ def result_path(stage: Stage, unit: Measurement) -> Path:
 
 
 def is_measured(stage: Stage, unit: Measurement) -> bool:
-    """Whether every prompt of the unit was sent; one that the budget cut short is measured again."""
+    """Whether all prompts of the unit were sent; a unit that the budget cut off is measured again."""
     return result_path(stage, unit).exists() and not read_result(stage, unit).skipped
 
 
 def read_result(stage: Stage, unit: Measurement) -> Decoded:
-    """Raises ContractError for a file that is no result."""
+    """Raises ContractError when the file is broken."""
     record = checked.load(result_path(stage, unit), checked.record_of(Decoded), remedy="remove it to measure again")
     return Decoded.from_record(record)
 
 
 def dry_run_smoke(stage: Stage) -> dict:
-    """Offline: whether the warm start is yet to be tried, and what is missing for it."""
+    """Offline: whether the warm start needs a smoke test, and what is missing for it."""
     findings, pending = [], 0
     try:
         pending = int(needs_smoke_test(stage.config))
@@ -249,9 +245,9 @@ def dry_run_smoke(stage: Stage) -> dict:
 
 
 def needs_smoke_test(config: Config) -> bool:
-    """Whether there is a warm start that is still untrained and not known to be served well on this target.
+    """Whether the run has a warm start, has not trained yet, and no smoke test of it is recorded.
 
-    Raises StageError when a folder is not what it should be.
+    Raises StageError when a folder is missing or broken.
     """
     if (start := config.train.warm_start) is None or export.is_trained(config):
         return False
@@ -260,9 +256,9 @@ def needs_smoke_test(config: Config) -> bool:
 
 
 def smoke_test(stage: Stage) -> dict:
-    """Serve the untrained warm start, then the export where there is one, for a minute each; the stage's summary.
+    """Serve the untrained warm start, then the export if there is one, for a minute each; returns the summary.
 
-    Raises ContractError for a drafter that the engine loads and that no more than chance is accepted from.
+    Raises ContractError for a drafter whose tokens are accepted no more often than by chance.
     """
     config = stage.config
     eagle3_folder.check_engine(config)
@@ -282,8 +278,8 @@ def smoke_test(stage: Stage) -> dict:
         lengths[label] = 1 + counters.accepted / max(counters.drafts, 1)
         if lengths[label] <= SMOKE_LENGTH:
             raise ContractError(
-                f"vLLM serves {folder}, but accepts {counters.accepted} of its {counters.draft_tokens} drafted "
-                f"tokens (length {lengths[label]:.3f}): it was loaded wrongly, or drafts for another model"
+                f"vLLM serves {folder}, but accepts only {counters.accepted} of its {counters.draft_tokens} drafted "
+                f"tokens (length {lengths[label]:.3f}): it was loaded wrongly, or was made for another model"
             )
         say("smoke: %s has acceptance length %.3f", label, lengths[label])
         if label == WARM_START:

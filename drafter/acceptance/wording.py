@@ -1,18 +1,18 @@
-"""How an acceptance length is said, and what must be said beside it, wherever it is shown."""
+"""Text about acceptance lengths and the limits of the figures, for the log, the report and the model card."""
 
 from collections.abc import Iterator
 from typing import Any
 
 
 def named(label: str | None) -> str:
-    """A drafter's label in words; a folder is its own name."""
+    """A drafter's label in words; a folder's path stays as it is."""
     if label is None:
         return "nothing"
     return {"run": "the trained drafter", "warm_start": "the warm start", "none": "no drafter"}.get(label, label)
 
 
 def sentence(headline: dict[str, Any]) -> str:
-    """The headline for a log."""
+    """The headline as a line of the log."""
     parts = []
     if headline["acceptance_length"] is not None:
         parts.append(f"acceptance length {length(headline)} with {named(headline['drafter'])}")
@@ -24,14 +24,14 @@ def sentence(headline: dict[str, Any]) -> str:
 
 
 def recommendation(headline: dict[str, Any]) -> str:
-    """What to serve, where something was measured to compare with."""
+    """Which drafter to serve, if there is a measurement to compare with."""
     if not headline["baseline"] and headline["speed_up"] is None:
         return "no baseline was measured, so nothing is recommended"
     return f"recommended to serve: {named(headline['recommended'])}"
 
 
 def length(headline: dict[str, Any]) -> str:
-    """The acceptance length with its interval, as far as they are known."""
+    """The acceptance length, with its interval if known."""
     if headline.get("acceptance_length") is None:
         return "not measured"
     if headline.get("low") is None or headline.get("high") is None:
@@ -40,22 +40,22 @@ def length(headline: dict[str, Any]) -> str:
 
 
 def caveats(report: dict[str, Any]) -> list[str]:
-    """A sentence for each limit of the figures in `acceptance.json`, for the log, the page and the model card."""
+    """A sentence for each limit of the figures in `acceptance.json`."""
     return [*_left_out(report), *_unseen(report), *_expected(report), *_overlap(report), *_agreement(report)]
 
 
 def _left_out(report: dict[str, Any]) -> Iterator[str]:
     for unit in report.get("left_out", []):
         count = unit["prompts_skipped"]
-        yield f"left out, the budget is used up: {f'{count} prompts of ' if count else ''}{_name(unit)}"
+        yield f"left out, since the time budget was used up: {f'{count} prompts of ' if count else ''}{_name(unit)}"
 
 
 def _unseen(report: dict[str, Any]) -> Iterator[str]:
     for m in report["measurements"]:
         if m.get("prompts_refused"):
-            yield f"{m['prompts_refused']} prompts refused by the server: {_name(m)}"
+            yield f"the server refused {m['prompts_refused']} prompts: {_name(m)}"
         if not m.get("streams_agree", True):
-            yield f"pooled figures only, the streams do not show every step that the engine counted: {_name(m)}"
+            yield f"pooled figures only, since the streams do not show every step that the engine counted: {_name(m)}"
 
 
 def _expected(report: dict[str, Any]) -> Iterator[str]:
@@ -65,8 +65,8 @@ def _expected(report: dict[str, Any]) -> Iterator[str]:
     if length is not None and low is not None and not low <= length <= high:
         yield (
             f"training expected an acceptance length of {length:.2f} for {named(headline['drafter'])}, outside the "
-            f"served interval of {low:.2f} to {high:.2f}: other prompts or another temperature account for a part; "
-            "far below, the export or the server does not do what was trained"
+            f"served interval of {low:.2f} to {high:.2f}: other prompts or another temperature may explain a small "
+            "difference, a large one means that the export or the server is wrong"
         )
 
 
@@ -79,13 +79,13 @@ def _overlap(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _agreement(report: dict[str, Any]) -> Iterator[str]:
-    """Batches change the order of sums: what plain decoding does to itself is the measure of what a drafter does."""
+    """Batches change the order of sums: plain decoding at another concurrency shows the normal difference."""
     for one in report.get("greedy_agreement", []):
         shares = f"{one['equal_outputs']:.0%} of greedy replies equal, {one['equal_tokens']:.1%} of tokens before"
         against = f"against no drafter at concurrency {one['reference_concurrency']}"
         yield f"{shares} the first difference: {_name(one)}, {against}"
     if report.get("greedy_agreement"):
-        yield "greedy replies differ where two tokens are as likely and another batch adds in another order"
+        yield "greedy replies differ where two tokens are equally likely and another batch adds in another order"
 
 
 def _name(unit: dict[str, Any]) -> str:

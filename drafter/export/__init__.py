@@ -1,1 +1,1 @@
-"""Stage 05: the best checkpoint in, a drafter folder that vLLM serves out."""
+"""Stage 05: exports the best checkpoint as a drafter folder that vLLM serves."""

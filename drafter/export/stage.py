@@ -1,6 +1,6 @@
-"""Stage 05: a training checkpoint becomes a folder that vLLM serves as it is.
+"""Stage 05: export a training checkpoint as a folder that vLLM serves.
 
-A reference folder, where there is one, dictates names, shapes, dtypes and config.
+A reference folder, if there is one, determines names, shapes, dtypes and config.
 """
 
 import json
@@ -23,26 +23,26 @@ from drafter.train import checkpoint
 
 QUESTION = ("target.model", "target.layer_ids")
 
-# What an export says itself, whatever the reference says. Any other difference from the reference is refused.
+# Config keys that an export sets itself. Any other difference from the reference is refused.
 EXPORT_KEYS = {LAYER_IDS, "eagle_config", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"}
 EXPORT_KEYS |= {"dtype", "torch_dtype", "tie_word_embeddings", "transformers_version"}
 
-COMPARED_ROWS = 2  # whose logits are computed through the checkpoint and through the export
+COMPARED_ROWS = 2  # rows whose logits are computed from the checkpoint and from the export
 COMPARED_TOKENS = 256
 
 
 def drafter_folder(config: Config) -> Path:
-    """Where this run's drafter lies once exported."""
+    """The folder of this run's exported drafter."""
     return config.stage_dir("05_export") / "model"
 
 
 def reference_folder(config: Config) -> Path | None:
-    """The folder whose form the export must have."""
+    """The folder whose format the export must have; None without one."""
     return config.export.reference or config.train.warm_start
 
 
 def run(stage: Stage) -> dict:
-    """Export the configured step (default: the best complete one), unless it is there already."""
+    """Export the configured step (default: the best complete one), unless it is exported already."""
     config = stage.config
     stage.require("04_train")
     step = _step(config)
@@ -69,7 +69,7 @@ def run(stage: Stage) -> dict:
 
 
 def dry_run(stage: Stage) -> dict:
-    """What `run` would do, and what is missing for it."""
+    """What `run` would do, and what is missing."""
     config, findings, pending = stage.config, [], 1
     if not is_trained(config):
         findings.append(f"no complete checkpoint in {config.stage_dir('04_train')}")
@@ -93,7 +93,7 @@ def _step(config: Config) -> Path:
 
 
 def _is_exported(config: Config, facts: dict, step: Path) -> bool:
-    """The folder holds what the manifest recorded, of this step."""
+    """Whether the folder holds the export of this step that the manifest recorded."""
     if facts.get("step") != step.name or not all(
         (drafter_folder(config) / name).is_file() for name in (WEIGHTS, CONFIG)
     ):
@@ -102,7 +102,7 @@ def _is_exported(config: Config, facts: dict, step: Path) -> bool:
 
 
 def check_exported(config: Config) -> None:
-    """Raises ContractError unless the folder holds, byte for byte, what stage 05 wrote and recorded."""
+    """Raises ContractError unless the folder holds exactly the drafter that stage 05 recorded."""
     manifest = read_manifest(config.stage_dir("05_export")) or {"facts": {}}
     recorded = manifest["facts"].get("identity")
     if eagle3_folder.fingerprint(drafter_folder(config)) != recorded:
@@ -121,10 +121,10 @@ def write_drafter(
     reference: Path | None = None,
     rows: list[states.States] | None = None,
 ) -> None:
-    """`destination` is a whole, checked drafter folder afterwards, or what it was before.
+    """Write a complete, checked drafter folder to `destination`, or leave it unchanged.
 
-    `weights` are full tensors under native names. Raises ContractError naming the first tensor or config key that is
-    missing, extra, of another shape or dtype than it must be, not finite, or not the same after reopening.
+    `weights` are whole tensors under native names. Raises ContractError naming the first tensor or config key that is
+    missing, extra, of a wrong shape or dtype, not finite, or different after reopening.
     """
     exported = final_config(drafter_config, target, reference)
     layout = eagle3_folder.read_layout(reference) if reference else eagle3_folder.layout_of(exported)
@@ -142,15 +142,15 @@ def write_drafter(
 
 
 def _dtype_of(layout: eagle3_folder.Layout) -> str:
-    """Of the tensors, whatever the reference's config says: an engine would cast them to that."""
+    """The tensors' dtype. The reference's config may name another one, to which an engine would cast them."""
     floats = {str(dtype).removeprefix("torch.") for _shape, dtype in layout.values() if dtype.is_floating_point}
     if len(floats) != 1:
-        raise ContractError(f"the reference's tensors are of several types ({', '.join(sorted(floats))})")
+        raise ContractError(f"the reference's tensors have several dtypes ({', '.join(sorted(floats))})")
     return floats.pop()
 
 
 def _cast(tensor: torch.Tensor, wanted: tuple[Any, torch.dtype] | None) -> torch.Tensor:
-    """Floats take the export's precision; a map that changed its type is left for the check to refuse."""
+    """Cast floats to the export's dtype; anything else is left for the check that follows."""
     both_float = wanted and tensor.is_floating_point() and wanted[1].is_floating_point
     return (tensor.to(wanted[1]) if both_float else tensor).contiguous()
 
@@ -158,11 +158,11 @@ def _cast(tensor: torch.Tensor, wanted: tuple[Any, torch.dtype] | None) -> torch
 def check_reopened(
     written: Path, weights: Tensors, drafter_config: dict[str, Any], target: Target, rows: list[states.States]
 ) -> None:
-    """The folder as a reader finds it: sound, equal to `weights` bit for bit, and drafting the same logits."""
+    """Raises ContractError unless the folder is valid, equals `weights` bit for bit, and gives the same logits."""
     reopened = eagle3_folder.check_folder(written, target)
     for name, tensor in weights.items():
         if not torch.equal(tensor, reopened[name]):
-            raise ContractError(f"{name} in {written} is not the checkpoint's")
+            raise ContractError(f"{name} in {written} differs from the checkpoint's")
     if not rows:
         return
     embedding = head.read_verifier(target.model).embed
@@ -170,14 +170,14 @@ def check_reopened(
         ours = logits(weights, drafter_config, embedding, row)
         theirs = logits(reopened, eagle3_folder.read_config(written), embedding, row)
         if not torch.equal(ours, theirs):
-            raise ContractError(f"the export drafts other logits than the checkpoint on row {row.metadata['row_id']}")
+            raise ContractError(f"the export gives other logits than the checkpoint on row {row.metadata['row_id']}")
 
 
 def final_config(drafter_config: dict[str, Any], target: Target, reference: Path | None) -> dict[str, Any]:
-    """The exported config.json: the reference's where there is one, with what every engine needs to see.
+    """The exported config.json: the reference's or the checkpoint's, with the fields that engines need.
 
-    Layer ids stand at top level and nested, rope in the spellings of transformers 4 and 5. Raises ContractError
-    when the checkpoint differs from the reference in anything else.
+    Layer ids are at top level and nested, the rope is in the spellings of transformers 4 and 5. Raises ContractError
+    when the checkpoint differs from the reference in any other field.
     """
     result = dict(drafter_config)
     if reference:
@@ -196,13 +196,13 @@ def final_config(drafter_config: dict[str, Any], target: Target, reference: Path
     eagle3_folder.check_positions(result, target)
     positions = result.get("max_position_embeddings", 0)
     result["max_position_embeddings"] = max(positions, target.architecture.max_position_embeddings)
-    result["tie_word_embeddings"] = False  # the head is a tensor of its own
+    result["tie_word_embeddings"] = False  # the head is a separate tensor
     result["dtype"] = result["torch_dtype"] = result.get("dtype") or result.get("torch_dtype") or "bfloat16"
     return result
 
 
 def _default(key: str, config: dict[str, Any]) -> Any:
-    """What an engine takes for a key that a drafter's config leaves out."""
+    """The value that an engine uses for a key that is missing from a drafter's config."""
     from transformers import LlamaConfig
 
     return getattr(
@@ -211,7 +211,7 @@ def _default(key: str, config: dict[str, Any]) -> Any:
 
 
 def real_rows(config: Config) -> list[states.States]:
-    """A few captured rows, cut short; none when their files are gone."""
+    """A few captured rows, cut to COMPARED_TOKENS; empty if their files are gone."""
     place = config.stage_dir("02_hidden_states")
     if not (place / "index.jsonl").exists():
         return []
@@ -229,10 +229,10 @@ def real_rows(config: Config) -> list[states.States]:
 
 @torch.no_grad()
 def logits(weights: Tensors, config: dict[str, Any], embedding: torch.Tensor, row: states.States) -> torch.Tensor:
-    """The first guess at every slot of a row, as an engine computes it from a native folder: [T - 1, D] fp32.
+    """The logits of the first guess at every slot of a row, as an engine computes them: [T - 1, D] fp32.
 
-    Written from the serving side and apart from the training code, so that the two can be held against each other.
-    Slot p has the target's states after token p and the embedding of token p + 1.
+    Written independently of the training code, so that the two can be compared. Slot p has the target's states after
+    token p and the embedding of token p + 1.
     """
     w = {name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()}
     eps, heads, kv_heads = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]

@@ -1,9 +1,9 @@
 """Attention over packed rows with test-time-training steps: one causal block and a few diagonals, merged.
 
-In step k an anchor attends to the step-0 keys of its row up to itself (those the engine has from the target's true
-states) and to its own keys of steps 1..k. The causal block goes through a variable-length kernel; the diagonals are
-k dot products a head, merged by their log-sum-exp. The backward pass hands the kernel the *merged* output and
-log-sum-exp, which makes its gradient of the causal block exact (the identity that ring attention rests on).
+In step k an anchor attends to the step-0 keys of its row up to itself (which the engine computes from the target's
+true states) and to its own keys of steps 1..k. A variable-length kernel computes the causal block; the diagonals are
+k dot products for each head, merged by their log-sum-exp. The backward pass gives the kernel the *merged* output and
+log-sum-exp, which makes its gradient of the causal block exact (as in ring attention).
 """
 
 from dataclasses import dataclass

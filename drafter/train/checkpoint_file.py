@@ -26,7 +26,7 @@ def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], wholes: Iterator[Tensor], facts: dict[str, str]) -> None:
-    """Write `tensors` to `path`, with `facts` and their checksums as metadata. Most of the file is synced at the end.
+    """Write `tensors` to `path`, with `facts` and their checksums as metadata. Most of it is synced then.
 
     `tensors` gives dtypes and (unsharded) shapes, `in_file_order`; `wholes` gives the tensors, on any device.
     Raises OSError, and ValueError when `wholes` gives other tensors or fewer.

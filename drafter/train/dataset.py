@@ -39,8 +39,8 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
     if not training:
         conversations = len({row.entry.conv_id for row in rows})
         raise ContractError(
-            f"all {len(rows)} rows ({conversations} conversations) are validation rows, none is left to train on; lower "
-            f"train.validation_share ({train.validation_share}), or capture more conversations"
+            f"all {len(rows)} rows ({conversations} conversations) are for validation, none is left to train on; "
+            f"lower train.validation_share ({train.validation_share}), or capture more conversations"
         )
     capacity = config.target.max_seq_len
     packs_per_step = max(1, round((train.tokens_per_step or capacity * world) / capacity))

@@ -1,4 +1,4 @@
-"""Ranks: one process or many, a CPU or GPUs, DDP or FSDP2, behind one small interface."""
+"""The ranks of a training run: one process or many, CPU or GPUs, DDP or FSDP2, behind one small interface."""
 
 import contextlib
 import os
@@ -19,12 +19,12 @@ from drafter.stage import as_stage_error
 
 Kind = Literal["ddp", "fsdp2"]
 
-STATE_BYTES = 16  # a parameter: weight, gradient and two moments in fp32
-STATE_SHARE = 0.5  # of a GPU's memory that they may take; the rest is for activations
+STATE_BYTES = 16  # for each parameter: weight, gradient and two moments in fp32
+STATE_SHARE = 0.5  # share of a GPU's memory for them; the rest is for activations
 
 
 class MainFailed(StageError):
-    """Raised on the other ranks when rank 0's work raised: they end as it does."""
+    """Raised on the other ranks when rank 0's work raised; carries its exit code."""
 
     def __init__(self, exit_code: int):
         super().__init__("rank 0 failed")
@@ -32,7 +32,7 @@ class MainFailed(StageError):
 
 
 class Ranks:
-    """What torchrun says of this process: rank, number of ranks, device."""
+    """This process's rank, the number of ranks and its device, from torchrun's environment."""
 
     def __init__(self):
         self.rank = torchrun_env.get("RANK", 0)
@@ -49,7 +49,7 @@ class Ranks:
 
     @property
     def copies_directly(self) -> bool:
-        """Whether NCCL can copy from every other rank's GPU without the host's memory between them."""
+        """Whether NCCL can copy between this GPU and every other rank's without going through host memory."""
         if self.world == 1 or self.device.type != "cuda":
             return True
         if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" or torchrun_env.get("LOCAL_WORLD_SIZE", 0) != self.world:
@@ -58,7 +58,7 @@ class Ranks:
         return all(torch.cuda.can_device_access_peer(self.device, other) for other in others)
 
     def holds(self, state: int) -> bool:
-        """Whether `state` bytes leave this rank's GPU enough memory for the rest."""
+        """Whether `state` bytes leave enough of this rank's GPU memory for activations."""
         if self.world == 1 or self.device.type != "cuda":
             return True
         return state <= STATE_SHARE * torch.cuda.get_device_properties(self.device).total_memory
@@ -74,9 +74,9 @@ class Ranks:
         return not int(self.sum(torch.tensor(int(not flag), device=self.device)))
 
     def decide(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns on rank 0, on every rank: file systems, clocks and GPUs look different from each.
+        """Run `work` on rank 0 and return its result on every rank: file systems and clocks differ between hosts.
 
-        What it raises there stops every rank.
+        An exception stops every rank.
         """
         found: list[Any] = []
         self.on_main(lambda: found.append(work()))
@@ -90,9 +90,9 @@ class Ranks:
             self.sum(torch.zeros((), device=self.device))
 
     def on_main(self, work: Callable[[], Any], together: Iterable = ()) -> None:
-        """Run `work` on rank 0 while the others wait; what it raises stops every rank.
+        """Run `work` on rank 0 while the others wait; an exception stops every rank.
 
-        `together`: what `work` goes through and all ranks must, to its end, also where `work` fails.
+        `together`: an iterator of collectives that `work` consumes. Every rank drains it, even if `work` raises.
         """
         failed: Exception | None = None
         if self.main:
@@ -112,7 +112,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """Join the other ranks for as long as the block lasts. Raises ResumableError when one of them is gone."""
+    """Join the other ranks for the duration of the block. Raises ResumableError when one of them has died."""
     own = Ranks()
     if own.device.type == "cuda":
         make_deterministic()
@@ -122,7 +122,9 @@ def joined_ranks() -> Iterator[Ranks]:
         yield own
     except RuntimeError as error:
         if own.world > 1 and (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
-            raise ResumableError(f"another rank is gone: {' '.join(str(error).split())[:200]}") from None
+            raise ResumableError(
+                f"another rank has died ({' '.join(str(error).split())[:200]}); run the same command again"
+            ) from None
         raise
     finally:
         if dist.is_initialized():
@@ -130,17 +132,17 @@ def joined_ranks() -> Iterator[Ranks]:
 
 
 def make_deterministic() -> None:
-    """Have kernels add in an order that timing does not change: resuming changes nothing, bit for bit."""
+    """Make kernels add in a fixed order, so that a resumed run gives the same bits."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no code here reads uninitialised memory
 
 
 def parallel_kind(asked: Kind | Literal["auto"], model: torch.nn.Module, own: Ranks) -> Kind:
-    """What `auto` means here, the same on every rank.
+    """The kind to use, the same on every rank; resolves `auto`.
 
-    DDP, the simpler one, where every rank can hold the whole state and its GPU copies to the others directly: both
-    are as fast there. FSDP2 otherwise: without direct copies it is 1.1 times as fast (docs/measurements.md).
+    DDP, the simpler one, if every rank can hold the whole state and its GPU copies to the others directly; both are
+    equally fast then. Otherwise FSDP2, which is 1.1 times as fast without direct copies (docs/measurements.md).
     """
     if asked != "auto":
         return asked
@@ -151,22 +153,21 @@ def parallel_kind(asked: Kind | Literal["auto"], model: torch.nn.Module, own: Ra
 def wrap(
     model: torch.nn.Module, kind: Kind, own: Ranks, compute: torch.dtype, reshard: bool = False
 ) -> torch.nn.Module:
-    """`model`, on its device already, made to average gradients over ranks.
+    """Wrap `model`, which is on its device, so that gradients are averaged over ranks.
 
-    Call the result, with gradients or without; `model` keeps its names and has the parameters to update. One drafter
-    layer is used in every step, so its weights stay gathered until the backward pass ends and FSDP2 takes the
-    matrices as one unit, gathered as `compute`, which the forward pass casts them to. Vectors, the norms' weights,
-    are read in fp32: rounded to bf16 they would stand still until updates add up to 0.4%. They are a second unit, so
-    that every kind computes the same numbers. The target's frozen weights stay whole on every rank: gathering them
-    each step costs more.
+    Call the result, with gradients or without; `model` keeps its parameter names. The drafter's layer is used in
+    every TTT step, so its weights stay gathered until the backward pass ends. FSDP2 takes the matrices as one unit,
+    gathered as `compute`, to which the forward pass casts them. Vectors (the norms' weights) are a second unit,
+    gathered in fp32: rounded to bf16 they would not change until updates add up to 0.4%. The target's frozen weights
+    stay whole on every rank, since gathering them in each step costs more.
     """
     if own.world == 1:
         return model
     if kind == "ddp":
-        # Every rank has read the same frozen weights and vocabulary map; there is nothing to send.
-        still = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        still += [name for name, _ in model.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, still)
+        # Every rank has read the same frozen weights and vocabulary map, so DDP need not broadcast them.
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        frozen += [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     outer, mesh = _Outer(model), init_device_mesh(own.device.type, (own.world,))
     for module, dtype, vectors in ((outer, torch.float32, True), (model, compute, False)):
@@ -200,29 +201,27 @@ def gradient_sync(wrapped: torch.nn.Module, last: bool) -> Iterator[None]:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered; every rank must ask."""
+    """Gather a sharded tensor; every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's own part."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def scatter(tensor: Tensor | None, parameter: Tensor) -> Tensor:
-    """Rank 0's whole `tensor`, placed and sharded as `parameter` is; every rank must ask, the others with None."""
+    """Rank 0's whole `tensor`, placed and sharded like `parameter`. Every rank calls this, the others with None."""
     if tensor is None:
         tensor = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-    tensor = tensor.to(parameter.device)
-    if isinstance(parameter, DTensor):  # scatters what rank 0 has
-        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
-    if dist.is_initialized():
+    tensor = place_like(tensor, parameter)  # for a sharded one this scatters rank 0's values
+    if dist.is_initialized() and not isinstance(parameter, DTensor):
         dist.broadcast(tensor, src=0)
     return tensor
 
 
 def place_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor, placed and sharded as `parameter` is."""
+    """A whole tensor, placed and sharded like `parameter`."""
     tensor = tensor.to(parameter.device)
     if isinstance(parameter, DTensor):
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)

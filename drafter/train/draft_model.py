@@ -1,8 +1,8 @@
-"""The drafter: speculators' Eagle3DraftModel with the forward pass that serving implies.
+"""The drafter: speculators' Eagle3DraftModel with a forward pass that matches serving.
 
 Slot p of a row holds the target's state after token p and the embedding of token p + 1, at position p, exactly as
-vLLM feeds it. An anchor is a slot at which the engine asks for guesses: the target wrote token p + 1 itself, step k
-guesses token p + 2 + k. Everything that only anchors need (queries, feed-forward, heads, loss) runs on anchors only.
+vLLM feeds it. An anchor is a slot where the engine drafts: the target wrote token p + 1 itself, and step k guesses
+token p + 2 + k. Queries, feed-forward, heads and loss are computed at anchors only.
 """
 
 from collections.abc import Iterable
@@ -28,10 +28,10 @@ STATS = ("count", "loss", "correct", "prefix", "prefix_before")  # sums over anc
 
 
 class Drafter(Eagle3DraftModel):
-    """speculators' parameters and config, our forward pass."""
+    """speculators' parameters and config with the forward pass of this module."""
 
     def prepare(self, verifier: Verifier, compute: torch.dtype, steps: int) -> None:
-        """What the forward pass needs beside the parameters: the teacher's norm, the precision, the TTT steps."""
+        """Set what the forward pass needs besides parameters: the teacher's norm, the precision, the TTT steps."""
         self.teacher_eps = verifier.eps
         self.compute = compute
         self.steps = steps
@@ -39,13 +39,13 @@ class Drafter(Eagle3DraftModel):
             frozen.to(compute)
 
     def forward(self, pack: Pack, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and its statistics. `scale` [K] is what one anchor's loss counts at each step.
+        """Loss and statistics. `scale` [K] is the weight of one anchor's loss at each step.
 
         Returns the scaled sum of losses and sums [2, K, 5] by region, step and STATS.
         """
         hidden = self._draft(pack)
         teacher = rms_norm(pack.teacher_states(self.compute), self.verifier_norm.weight, self.teacher_eps)
-        # Row k, column n: the state that guesses label n, which comes from the anchor k places before.
+        # Row k, column n: the state that guesses label n; it comes from the anchor k places before.
         aligned = torch.stack([h.roll(k, 0) for k, h in enumerate(hidden)])
         step = torch.arange(self.steps, device=pack.depth.device).unsqueeze(1)
         asked = (
@@ -57,7 +57,7 @@ class Drafter(Eagle3DraftModel):
         return total, self._statistics(pack, asked, losses, drafted)
 
     def _draft(self, pack: Pack) -> list[Tensor]:
-        """Normed states [N, H] of each step."""
+        """The states after the final norm, [N, H] for each step."""
         layer, attention = self.layers[0], self.layers[0].self_attn
         projections = [
             self._cast(p).split(self.hidden_size, 1) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -111,9 +111,9 @@ class Drafter(Eagle3DraftModel):
 
     @torch.no_grad()
     def _statistics(self, pack: Pack, asked: Tensor, losses: Tensor, drafted: Tensor) -> Tensor:
-        """Sums [2, K, 5]. A guess is right when it is the token that the target wrote: what serving accepts.
+        """Sums [2, K, 5]. A guess is correct if it is the token that the target wrote, which serving would accept.
 
-        A token outside the draft vocabulary can never be guessed, so it counts as a miss.
+        A token outside the draft vocabulary counts as a miss.
         """
         guessed = drafted if self.d2t is None else drafted + self.d2t[drafted]
         right = (guessed == pack.labels) & asked
@@ -121,7 +121,7 @@ class Drafter(Eagle3DraftModel):
         regions = F.one_hot(pack.region, 2).T.float()  # [2, N]
         before = pack.depth > 0
         for k in range(self.steps):
-            # Back from labels to anchors, where a draft begins.
+            # From labels back to the anchors where the drafts begin.
             here, right_here, loss = asked[k].roll(-k), right[k].roll(-k), losses[k].roll(-k)
             before = before & here
             prefix = before & right_here
@@ -130,14 +130,14 @@ class Drafter(Eagle3DraftModel):
         return torch.stack(sums, 1)
 
 
-# Building one
+# Construction
 
 
 def build_drafter(weights: dict[str, Tensor], config: dict[str, Any], verifier: Verifier, target: Target) -> Drafter:
-    """A drafter with fp32 masters from tensors under native names.
+    """A drafter with fp32 masters, from tensors under native names.
 
-    Raises ContractError when a tensor is missing, unknown or of another shape, ConfigError on a form that the
-    forward pass does not have.
+    Raises ContractError when a tensor is missing, unknown or has another shape, ConfigError on a form that the
+    forward pass does not support.
     """
     eagle3_folder.check_form(config, target)
     try:
@@ -145,7 +145,8 @@ def build_drafter(weights: dict[str, Tensor], config: dict[str, Any], verifier: 
             drafter = Drafter(_speculators_config(config))
         drafter.rotary_emb = type(drafter.rotary_emb)(drafter.rotary_emb.config)  # its table must be real
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ContractError(f"{eagle3_folder.CONFIG} describes no drafter: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise ContractError(f"{eagle3_folder.CONFIG} is not a drafter's config: {reason}") from None
     state = {_to_speculators(name): tensor for name, tensor in weights.items()}
     state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
     if drafter.t2d is not None and "t2d" not in weights:
@@ -161,7 +162,7 @@ def build_drafter(weights: dict[str, Tensor], config: dict[str, Any], verifier: 
 
 
 def freeze_all_but(drafter: Drafter, groups: Iterable[str]) -> dict[str, torch.nn.Parameter]:
-    """Freeze everything but `groups`; what trains, by native name."""
+    """Freeze all parameters but those in `groups`; returns the trainable ones by native name."""
     groups = set(groups)
     chosen = {}
     for name, parameter in drafter.named_parameters():
@@ -173,7 +174,7 @@ def freeze_all_but(drafter: Drafter, groups: Iterable[str]) -> dict[str, torch.n
 
 
 def train_group(native: str) -> str | None:
-    """The `train.trainable` group of a tensor; None for what belongs to the target."""
+    """The `train.trainable` group of a tensor; None for the target's tensors."""
     if native in ("norm.weight",) or (native.startswith("midlayer.") and native.endswith("norm.weight")):
         return "norms"
     if native.startswith("midlayer."):
@@ -182,7 +183,7 @@ def train_group(native: str) -> str | None:
 
 
 def native_weights(drafter: Drafter, keep_embedding: bool) -> dict[str, Tensor]:
-    """The drafter's own tensors under native names, as they are (sharded ones stay sharded)."""
+    """The drafter's own tensors under native names; sharded ones stay sharded."""
     own = {_to_native(name): t for name, t in drafter.state_dict().items() if not name.startswith("verifier_")}
     if not keep_embedding:
         del own[eagle3_folder.EMBEDDING]

@@ -31,8 +31,8 @@ MIN_CONVERSATIONS = 24
 CONVERSATIONS = 40  # used at most
 MAX_LOSS_SHARE = 0.98  # another order of layers is better only if its loss is below this share as well
 FALSE_ALARM = 1e-6  # probability of a false alarm in the comparison with serving, for a drafter at its bound
-# Lowest share of (length - 1) that may be left on other prompts. Measured (docs/measurements.md): a drafter trained on
-# one narrow set reaches length 2.64 there and 1.30 on code, which leaves 0.30 / 1.64 = 0.18.
+# Lowest share of (length - 1) that may be left on other prompts. Measured (docs/measurements.md): a drafter trained
+# on one narrow set reaches length 2.64 there and 1.30 on code, which leaves 0.30 / 1.64 = 0.18.
 OTHER_PROMPTS = 0.15
 MAX_SHIFT, SHIFTED = 8, 0.05  # shifts of ids that are tried; share outside the vocabulary above which they are tried
 COUNT, LOSS, CORRECT, PREFIX = (STATS.index(name) for name in ("count", "loss", "correct", "prefix"))
@@ -191,7 +191,7 @@ def _check_served(
     if missing > student_t(FALSE_ALARM, conversations - 1) * error:
         raise ConfigError(
             f"train.warm_start reached acceptance length {reached[0]:.2f} when vLLM served it, but only "
-            f"{guessed[0]:.2f} on these hidden states: their auxiliary layers {list(config.target.aux_layer_ids)} are "
+            f"{guessed[0]:.2f} on these hidden states: their layers {list(config.target.aux_layer_ids)} are "
             "not those that the drafter was trained on (exchanged, or off by one layer); compare target.layer_ids "
             "with the drafter's config.json and the extract server's layer ids, and extract again"
         )

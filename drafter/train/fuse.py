@@ -1,7 +1,7 @@
-"""Chains of memory-bound operations as one kernel each, on a GPU; plain torch elsewhere.
+"""Compiles chains of memory-bound operations to one kernel each on a GPU; plain torch elsewhere.
 
-Only the number of rows varies from pack to pack. Marking it, and nothing else, as dynamic compiles each function
-once and keeps every other size a constant of its kernel. Whoever calls them knows their gradients.
+Only the number of rows varies from pack to pack. If only that is marked as dynamic, each function is compiled once,
+with every other size as a constant. Callers provide the gradients.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def fused(function: Callable, device: torch.device) -> Callable:
-    """`function`, compiled where that pays. A CPU gains less than compiling costs."""
+    """`function`, compiled on a GPU. On a CPU compiling costs more than it gains."""
     return _compiled(function) if device.type == "cuda" else function
 
 
@@ -22,7 +22,7 @@ def _compiled(function: Callable) -> Callable:
 
 
 def matrix_rows(tensor: Tensor, dim: int = 0) -> Tensor:
-    """`tensor` without its history, its dimension `dim` marked as the one that varies."""
+    """`tensor`, detached, with dimension `dim` marked as dynamic."""
     tensor = tensor.detach()
     if tensor.is_cuda:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
@@ -31,5 +31,5 @@ def matrix_rows(tensor: Tensor, dim: int = 0) -> Tensor:
 
 @cache
 def constant(value: float, device: torch.device) -> Tensor:
-    """A number that a compiled function does not specialize on."""
+    """A number as a tensor, so that a compiled function does not specialize on it."""
     return torch.tensor(value, device=device)

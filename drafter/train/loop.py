@@ -199,8 +199,8 @@ class Training:
         if not math.isfinite(norm):
             names = [row.entry.row_id for rows, _ in share for row in rows]
             raise ContractError(
-                f"step {step.number}: loss or gradient is not finite: the states are damaged, or train.lr is too high; "
-                f"this rank's rows: {names}"
+                f"step {step.number}: loss or gradient is not finite: the states are damaged, or train.lr is too "
+                f"high; this rank's rows: {names}"
             )
         lr = learning_rate(step.number, len(self.dataset.schedule.steps), train)
         self.optimizer.step(lr)
@@ -299,7 +299,7 @@ class Training:
         return 0
 
     def _gave_up(self) -> bool:
-        """Whether validation has not improved for too long; checked before a step, so that a resumed run stops too."""
+        """Whether validation has not improved for too long; checked before each step, also after resuming."""
         patience, step = self.config.train.patience, self.position.step
         if not patience or self.position.stale < patience:
             return False

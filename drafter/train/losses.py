@@ -1,8 +1,7 @@
 """The distillation loss at supervised positions, fused with both heads and computed in chunks.
 
-Full logits of a pack would be steps x positions x vocabulary numbers, several times over. Since the loss is a sum
-over positions, its gradient is known as soon as a chunk of logits is: it goes straight through the head and the
-logits are dropped.
+Full logits of a pack would be steps x positions x vocabulary numbers, several times. Since the loss is a sum over
+positions, the gradient of a chunk of logits is known at once: it goes through the head, and the logits are freed.
 """
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from drafter.train.fuse import fused, matrix_rows
 
-CHUNK_BYTES = 1 << 30  # of one chunk's logits, as fp32
+CHUNK_BYTES = 1 << 30  # size of one chunk's logits in fp32
 
 
 def linear_kl(
@@ -18,12 +17,12 @@ def linear_kl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """KL(teacher || drafter) over the draft vocabulary.
 
-    `hidden` [K, N, H] is the drafter's state, after its norm, of the K steps that predict position n; `teacher`
-    [N, H] the target's, after its norm; `head`, `teacher_head` [D, H]; `weight` [K, N] what each loss counts.
+    `hidden` [K, N, H]: the drafter's states, after its norm, of the K steps that predict position n; `teacher`
+    [N, H]: the target's, after its norm; `head`, `teacher_head` [D, H]; `weight` [K, N]: the weight of each loss.
     Returns the weighted sum (differentiable in `hidden` and `head`), the losses [K, N], and the drafted ids [K, N].
     """
     if not torch.is_grad_enabled():
-        head = head.detach()  # a parameter would ask for a gradient even here
+        head = head.detach()  # a parameter would request a gradient even here
     return _LinearKL.apply(hidden, head, teacher, teacher_head, weight)
 
 
@@ -33,7 +32,7 @@ class _LinearKL(torch.autograd.Function):
         steps, positions, _ = hidden.shape
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         chunks = -(-4 * steps * positions * head.shape[0] // CHUNK_BYTES)
-        chunk = max(1, -(-positions // max(1, chunks)))  # all of one size, nearly
+        chunk = max(1, -(-positions // max(1, chunks)))  # of nearly equal size
         losses = torch.empty(steps, positions, dtype=torch.float32, device=hidden.device)
         drafted = torch.empty(steps, positions, dtype=torch.long, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -44,7 +43,7 @@ class _LinearKL(torch.autograd.Function):
             states = hidden[:, part]
             logits = states @ head.T
             teacher_logits = teacher[part] @ teacher_head.T
-            # A slice's strides would tell a whole pack from a part of one, and be compiled for twice.
+            # A slice has other strides than a whole pack, which would compile the kernel twice.
             counts = weight[:, part].contiguous()
             losses[:, part], drafted[:, part], grad = kernel(
                 matrix_rows(logits, 1), matrix_rows(teacher_logits), matrix_rows(counts, 1)

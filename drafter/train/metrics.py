@@ -1,4 +1,4 @@
-"""What training shows: one record a step in `metrics.jsonl`, TensorBoard events where that package is installed."""
+"""Training metrics: one record a step in `metrics.jsonl`, and TensorBoard events if that package is installed."""
 
 import contextlib
 import json
@@ -13,11 +13,11 @@ from drafter.train.batch import ANSWER, REASONING
 
 
 def step_figures(sums: Tensor) -> dict[str, Any]:
-    """Figures of the sums [K, 5] over anchors that the drafter's forward pass returns, one a TTT step.
+    """Figures for each TTT step from the sums [K, 5] over anchors that the drafter's forward pass returns.
 
-    accuracy: the guess is the token that the target wrote; conditional: given that all before it were right;
-    expected_acceptance: 1 + the sum of P(all guesses up to k right), the acceptance length that serving would show
-    with as many speculative tokens. A token outside the draft vocabulary is a miss.
+    accuracy: share of guesses equal to the token that the target wrote; conditional: given that all earlier ones were
+    correct; expected_acceptance: 1 + the sum of P(all guesses up to k correct), the acceptance length that serving
+    would show with as many speculative tokens. A token outside the draft vocabulary is a miss.
     """
     count, loss, right, prefix, before = sums.double().clamp(min=0).T
     asked = count.clamp(min=1)
@@ -31,7 +31,7 @@ def step_figures(sums: Tensor) -> dict[str, Any]:
 
 
 def region_figures(sums: Tensor) -> dict[str, Any]:
-    """`summary` of sums [2, K, 5] over all anchors, and for reasoning and answer apart where both occur."""
+    """`step_figures` of sums [2, K, 5] over all anchors, and separately for reasoning and answer if both occur."""
     result = step_figures(sums.sum(0))
     if sums[REASONING, 0, 0] and sums[ANSWER, 0, 0]:
         result |= {"reasoning": step_figures(sums[REASONING]), "answer": step_figures(sums[ANSWER])}
@@ -43,9 +43,9 @@ def _rounded(values: Tensor) -> list[float]:
 
 
 class Metrics:
-    """Writes both sinks. A resumed run drops the records after its checkpoint: every step stands there once.
+    """Writes both outputs. A resumed run drops the records after its checkpoint, so that each step occurs once.
 
-    `step` is the checkpoint's, `validated` that of its last validation.
+    `step` is the checkpoint's step, `validated` that of its last validation.
     """
 
     def __init__(self, folder: Path, step: int, validated: int):
@@ -68,7 +68,7 @@ class Metrics:
                 self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def sync(self) -> None:
-        """Before a checkpoint appears: what led to it must not be lost."""
+        """Make the records durable; called before a checkpoint is saved."""
         self._journal.sync()
         if self._board is not None:
             self._board.flush()
@@ -80,7 +80,7 @@ class Metrics:
 
 
 def _up_to(path: Path, last: dict[str, int]) -> Iterator[str]:
-    """Lines of the records up to the `last` step of their kind, without broken ones: nothing depends on them."""
+    """The lines of records up to the `last` step of their kind; broken lines are dropped."""
     for line in path.read_text(errors="replace").split("\n"):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = json.loads(line)

@@ -1,4 +1,4 @@
-"""The update: AdamW on fp32 masters with its schedule, clipping and an optional pull towards the warm start."""
+"""AdamW on fp32 masters, with learning-rate schedule, gradient clipping and optional L2-SP towards the warm start."""
 
 import math
 
@@ -13,18 +13,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, total: int, train: Train) -> float:
-    """Linear warm-up, then a cosine to `min_lr_share`. A function of the step alone: resuming cannot shift it."""
+    """Linear warm-up, then a cosine to `min_lr_share`. Depends only on the step, so resuming does not change it."""
     warmup = max(1, round(train.warmup_share * total))
     if step <= warmup:
         return train.lr * step / warmup
-    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup + 1)))  # the last step still counts
+    cosine = 0.5 * (
+        1 + math.cos(math.pi * (step - warmup) / (total - warmup + 1))
+    )  # not yet the minimum in the last step
     return train.lr * (train.min_lr_share + (1 - train.min_lr_share) * cosine)
 
 
 class Optimizer:
     """Updates `parameters`, by native name, sharded or not.
 
-    `anchor` holds whole tensors by the same names that L2-SP pulls towards.
+    `anchor` holds whole tensors under the same names, towards which L2-SP pulls.
     """
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], train: Train, anchor: dict[str, Tensor] | None):
@@ -40,7 +42,7 @@ class Optimizer:
             self._anchor = [distributed.local_part(distributed.place_like(tensor, p)).clone() for tensor, p in whole]
 
     def clip(self) -> Tensor:
-        """The gradients' norm over all ranks, before they are clipped to `grad_clip`."""
+        """Clip the gradients to `grad_clip`; returns their norm over all ranks before clipping."""
         return distributed.gather(
             torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), self.train.grad_clip)
         )
@@ -55,12 +57,12 @@ class Optimizer:
             torch._foreach_lerp_(own, self._anchor, lr * self.train.l2_sp)
 
     def moments(self) -> dict[str, Tensor]:
-        """As `<native name>.exp_avg` and `.exp_avg_sq`, sharded as their parameters are."""
+        """AdamW's moments as `<native name>.exp_avg` and `.exp_avg_sq`, sharded like their parameters."""
         state = self._adamw.state
         return {f"{name}.{kind}": state[p][kind] for name, p in self.parameters.items() for kind in MOMENTS}
 
     def check(self, moments: dict[str, Tensor]) -> None:
-        """Raises ContractError when whole `moments` are not these parameters'."""
+        """Raises ContractError when the whole `moments` do not fit the parameters."""
         for name, parameter in self.parameters.items():
             for key in (f"{name}.{kind}" for kind in MOMENTS):
                 if key not in moments or moments[key].shape != parameter.shape:

@@ -1,6 +1,6 @@
-"""The layer's memory-bound chains, each one kernel forward and one backward, their gradients written out.
+"""The layer's memory-bound operations, each one kernel forward and one backward with an explicit gradient.
 
-Left to autograd, a compiled chain is compiled anew for every set of inputs that need a gradient and for validation.
+With autograd, a compiled function is compiled again for every set of inputs that need gradients and for validation.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A drafter made from nothing, for a target that has none yet: its config, vocabulary and first weights."""
+"""A new drafter for a target that has none yet: its config, vocabulary and first weights."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from drafter.target.head import Verifier
 
 
 def first_config(target: Target, draft_vocab_size: int | None, intermediate_size: int | None) -> dict[str, Any]:
-    """The native config of a drafter with the target's own shape of layer."""
+    """The native config of a drafter with the shape of the target's layers."""
     inner = read_text_config(target.model, "num_attention_heads", "intermediate_size")
     hidden, heads = inner["hidden_size"], inner["num_attention_heads"]
     ids = list(target.aux_layer_ids)
@@ -53,10 +53,10 @@ def first_weights(
     seed: int,
     last_layer: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """First weights of a drafter made from nothing: the target's last layer, norm and head, on the last aux state.
+    """First weights of a new drafter: the target's last layer, norm and head, applied to the last auxiliary state.
 
-    States of a trained model have a few huge components, so a random `fc` would begin far off any sensible scale.
-    Where `last_layer` has another form than a drafter's (MLA, experts), the layer begins as the identity.
+    States of a trained model have a few huge components, so a random `fc` would start at a wrong scale. If
+    `last_layer` has another form than a drafter's layer (MLA, experts), the layer starts as the identity.
 
     `vocabulary` [D] holds the drafted token ids in ascending order; None drafts the whole vocabulary.
     """
@@ -80,7 +80,7 @@ def first_weights(
         "midlayer.hidden_norm.weight": torch.ones(hidden),
         "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
         "fc.weight": torch.cat([torch.zeros(hidden, (aux - 1) * hidden), torch.eye(hidden)], 1),
-        "norm.weight": verifier.norm.to(torch.float32, copy=True),  # a copy: the teacher's own never train
+        "norm.weight": verifier.norm.to(torch.float32, copy=True),  # a copy, since the teacher's is frozen
     }
     if last_layer:
         weights |= _layer_of_target(weights, last_layer, hidden)
@@ -93,7 +93,7 @@ def first_weights(
 
 
 def _layer_of_target(weights: dict[str, Tensor], layer: dict[str, Tensor], hidden: int) -> dict[str, Tensor]:
-    """The target's layer as a drafter's, which reads its state beside the token; empty when their forms differ."""
+    """The target's layer as weights of a drafter's, which reads token and state; empty if their forms differ."""
     taken = {}
     for name, own in weights.items():
         if not name.startswith("midlayer.") or name == "midlayer.input_layernorm.weight":
@@ -109,9 +109,9 @@ def _layer_of_target(weights: dict[str, Tensor], layer: dict[str, Tensor], hidde
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """The `size` most frequent token ids [size], ascending; unseen low ids fill up when fewer are known.
+    """The `size` most frequent token ids, ascending [size]; if fewer occur, the lowest unseen ids are added.
 
-    `counts` [V]. Raises ConfigError when the vocabulary is smaller than that.
+    `counts` [V]. Raises ConfigError when the target's vocabulary is smaller than `size`.
     """
     if size > len(counts):
         raise ConfigError(f"train.draft_vocab_size: {size} is more than the target's {len(counts)} tokens")

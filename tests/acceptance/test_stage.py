@@ -244,7 +244,7 @@ def test_a_budget_that_allows_nothing_is_resumable_and_not_a_success(tmp_path, d
 def test_a_server_that_refuses_everything_or_counts_nothing_is_not_measured():
     unit = comparison.Measurement("run", "s", 8, 3, 0.0, "key")
     silent = Decoded([], Counters(), 1.0, {"c": "400: min_p"}, 0)
-    with pytest.raises(ConfigError, match="refuses every prompt of s: 400: min_p"):
+    with pytest.raises(ConfigError, match="refused every prompt of s: 400: min_p"):
         acceptance.check_result(unit, silent)
     uncounted = Decoded([Reply("c", [1], [1], "stop", 1.0, 0.1, False)], Counters(), 1.0, {}, 0)
     with pytest.raises(ConfigError, match="disable-log-stats"):
@@ -372,7 +372,7 @@ def test_an_a_a_comparison_served_by_vllm(tmp_path, model):
 
     again, summary, talk = script("06_measure_acceptance.py", run, tmp_path)
     assert (again, summary["out"]) == (0, 3)
-    assert "everything asked for is measured already" in talk
+    assert "every measurement has a result already" in talk
 
 
 @pytest.mark.vllm

@@ -16,14 +16,14 @@ def test_every_limit_of_a_measurement_is_a_sentence():
     }
     where = "run on s, concurrency 8, 3 draft tokens, temperature 0"
     assert caveats(report) == [
-        f"left out, the budget is used up: {where}",
-        f"left out, the budget is used up: 5 prompts of {where}",
-        f"pooled figures only, the streams do not show every step that the engine counted: {where}",
-        "3 prompts refused by the server: none on s, concurrency 8, temperature 0",
+        f"left out, since the time budget was used up: {where}",
+        f"left out, since the time budget was used up: 5 prompts of {where}",
+        f"pooled figures only, since the streams do not show every step that the engine counted: {where}",
+        "the server refused 3 prompts: none on s, concurrency 8, temperature 0",
         "2 of 40 prompts of s share 13 words in a row with a training prompt (1 are shorter)",
         f"75% of greedy replies equal, 91.2% of tokens before the first difference: {where}, "
         "against no drafter at concurrency 8",
-        "greedy replies differ where two tokens are as likely and another batch adds in another order",
+        "greedy replies differ where two tokens are equally likely and another batch adds in another order",
     ]
 
 

@@ -132,7 +132,7 @@ def test_a_permuted_head_is_refused(target, drafter, tmp_path):
     broken = changed(drafter, tmp_path / "broken", permute)
     code, summary = captured.train(write_run(tmp_path, target, broken))
     assert code == 2
-    assert "one constant token is" in summary["error"] and "head, vocabulary map (d2t, t2d)" in summary["error"]
+    assert "one constant token reaches" in summary["error"] and "head, vocabulary map (d2t, t2d)" in summary["error"]
     assert not list((tmp_path / "runs/run/04_train").glob("step-*"))
 
 
@@ -157,7 +157,7 @@ def test_a_consistently_shifted_vocabulary_map_is_refused_with_the_shift(target,
 def test_a_shifted_map_that_frequencies_do_not_show_is_no_better_than_chance(target, drafter, tmp_path):
     """Seam F8: here all tokens are equally frequent, so only the guesses show it."""
     code, summary = captured.train(write_run(tmp_path, target, changed(drafter, tmp_path / "broken", shift)))
-    assert code == 2 and "one constant token is" in summary["error"]
+    assert code == 2 and "one constant token reaches" in summary["error"]
 
 
 def test_with_few_conversations_there_is_no_judgement(target, drafter, tmp_path):

@@ -113,7 +113,7 @@ def test_the_dry_run_counts_steps(undisturbed, tmp_path, target):
     assert "no hidden states" in nothing["findings"][0]
     (states := tmp_path / "empty/runs/run/02_hidden_states").mkdir(parents=True)
     captured.write_stage(states, [])  # 02 has failed at its first row
-    assert "nothing to learn" in pending(tmp_path / "empty/config.yaml")["findings"][0]
+    assert "to learn from" in pending(tmp_path / "empty/config.yaml")["findings"][0]
 
 
 # Resuming
@@ -308,7 +308,7 @@ def test_a_full_disk_keeps_the_step_before_and_can_be_resumed(
     manifest = json.loads((folder(path) / "manifest.json").read_text())
     assert manifest["status"] == "failed"
     assert re.fullmatch(
-        r"step \d+ could not be saved \(.*File too large.*\); step-00000004 is kept", manifest["error"]
+        r"step \d+ could not be saved \(.*File too large.*\); the last saved step is step-00000004", manifest["error"]
     )
     assert [step.name for step in checkpoint.complete_steps(folder(path))] == ["step-00000004"]
     monkeypatch.undo()
@@ -392,7 +392,7 @@ def test_more_epochs_carry_on(target, warm_start, tmp_path):
     assert checkpoint.step_number(last(path)) == 2 * steps
     assert [r["step"] for r in captured.metrics(path)] == list(range(1, 2 * steps + 1))
     code, summary = captured.train(path, "train.epochs=1")
-    assert code == 2 and f"{2 * steps} steps are trained and {steps} are asked for" in summary["error"]
+    assert code == 2 and f"{2 * steps} steps are trained already, but only {steps} are asked for" in summary["error"]
     assert json.loads((folder(path) / "manifest.json").read_text())["status"] == "complete"
 
 
@@ -534,7 +534,7 @@ def test_nothing_to_learn_is_said_before_the_first_step(target, tmp_path, tokens
     stage_folder = path.parent / "runs/run/02_hidden_states"
     captured.write_stage(stage_folder, [captured.write_row(stage_folder, i, tokens, spans) for i in range(3)])
     code, summary = captured.train(path)
-    assert code == 1 and "nothing to learn" in summary["error"]
+    assert code == 1 and "to learn from" in summary["error"]
 
 
 def test_rows_without_supervision_are_left_out_with_a_count(target, tmp_path, caplog):
