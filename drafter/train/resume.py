@@ -45,8 +45,8 @@ def check_resumable(stage: Stage, dataset: Dataset) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"04_train was begun with other {', '.join(differing)}; use another run.name, or remove "
-            f"{stage.folder} to train from the beginning"
+            f"04_train was begun with other {', '.join(differing)}; use another run.name, or delete "
+            f"{stage.folder} to train from the start"
         )
     if state["step"] > asked:
         raise ConfigError(

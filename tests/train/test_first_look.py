@@ -119,7 +119,7 @@ def test_states_of_layers_one_too_late_are_refused(target, drafter, tmp_path, sh
     code, summary = captured.train(path)
     assert code == 2
     assert "reached acceptance length 3.75 when vLLM served it" in summary["error"]
-    assert "auxiliary layers [2, 4, 5] are not those that the drafter was trained on" in summary["error"]
+    assert "layers [2, 4, 5] are not those that the drafter was trained on" in summary["error"]
 
 
 def test_a_permuted_head_is_refused(target, drafter, tmp_path):
