@@ -26,7 +26,7 @@ CROWDED = (
     (1.2, 0.986, 0.991),
     (1.3, 1.0, 1.0),
 )
-ADVICE = {"decode-context-parallel-size": "4", "watermark": "0.05"}
+SHIPPED_UNIT = "vllm-kimi-k25-generate"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Room:
 
 def of(config: Config, platform: Profile, flags: Mapping[str, Any] | None = None) -> Room | None:
     """The server's cache; None when the platform's memory or the server's flags are unknown."""
-    flags = flags if flags is not None else unit_file.flags_of(config.server("generate"))
+    flags = flags if flags is not None else _flags(config)
     if not platform.gpu_gib or flags is None:
         return None
     settings = config.generate
@@ -75,10 +75,18 @@ def of(config: Config, platform: Profile, flags: Mapping[str, Any] | None = None
     return Room(tokens, held, in_flight, watermark > 0, dcp_rate)
 
 
+def _flags(config: Config) -> Mapping[str, Any] | None:
+    """Of 01b's server; where its unit is not installed those of the unit that is shipped, which a plan may assume."""
+    own = config.server("generate")
+    if own.kind == "systemd" and not unit_file.read(own.unit):
+        return unit_file.shipped(SHIPPED_UNIT).flags
+    return unit_file.flags_of(own)
+
+
 def advised(config: Config, platform: Profile) -> Room | None:
-    """The same server with the flags of ADVICE, if that is faster; else None."""
-    flags = unit_file.flags_of(config.server("generate")) or {}
-    now, then = of(config, platform, flags), of(config, platform, {**flags, **ADVICE})
+    """The same server with the flags of KV_ADVICE, if that is faster; else None."""
+    flags = _flags(config) or {}
+    now, then = of(config, platform, flags), of(config, platform, {**flags, **unit_file.KV_ADVICE})
     return then if now and then and then.rate > now.rate * 1.02 else None
 
 
@@ -86,7 +94,8 @@ def lines(config: Config, platform: Profile, work: Range) -> list[str]:
     """The plan's line about the KV cache; `work` is the duration of 01b in seconds."""
     room = of(config, platform)
     if room is None:
-        return []
+        unknown = platform.gpu_gib and _flags(config) is None
+        return ["  KV cache of 01b's server: not known, since its flags are not"] if unknown else []
     fit = "all" if room.fitting >= room.concurrency else f"{room.fitting} of"
     text = (
         f"  KV cache of 01b's server: {room.tokens:,.0f} tokens by its flags, {room.wanted:,.0f} for a running "
@@ -94,6 +103,6 @@ def lines(config: Config, platform: Profile, work: Range) -> list[str]:
     )
     if better := advised(config, platform):
         hours = work.typical * room.rate / better.rate / 3600
-        flags = " ".join(f"--{flag} {value}" for flag, value in ADVICE.items())
+        flags = " ".join(f"--{flag} {value}" for flag, value in unit_file.KV_ADVICE.items())
         text += f"; with {flags} it is {better.rate:.2f}, 01b then takes {hours:.1f} h"
     return [text]

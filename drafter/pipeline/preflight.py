@@ -16,7 +16,7 @@ from drafter.config import ROOT, STAGES, Config, Role, StageName
 from drafter.errors import ConfigError, StageError
 from drafter.generate import chat
 from drafter.pipeline import active_servers, engine_check, estimates, plan, rates, sharing, unit_layers
-from drafter.serve import address, readiness, roles, smoke_record, systemd
+from drafter.serve import address, readiness, roles, smoke_record, systemd, unit_check
 from drafter.target import eagle3_folder, head
 from drafter.text import size
 
@@ -325,6 +325,7 @@ OF_ROLES = (
     gpus,
     engine_check.findings,
     active_servers.findings,
+    unit_check.findings,
 )
 SERVED = ("01b_synthetic", "02_hidden_states", "06_acceptance")
 CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
@@ -336,6 +337,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("04_train", "05_export", "06_acceptance"), reference),
     (SERVED, units),
     (SERVED, active_servers.findings),
+    (SERVED, unit_check.findings),
     (("02_hidden_states",), unit_layers.environment),
     (("02_hidden_states",), sharing.shared_folder),
     (("02_hidden_states",), unit_layers.findings),

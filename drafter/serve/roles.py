@@ -1,7 +1,8 @@
 """The vLLM roles of a run: start, wait until really ready, check, stop.
 
 A role is a `systemd` unit, a `command` (this program builds the vLLM command line and owns the process session) or
-`external` (started by others). Manually: `python -m drafter.serve up|wait|status|down ROLE --config FILE`.
+`external` (started by others). Manually: `python -m drafter.serve up|wait|status|down ROLE --config FILE`;
+`check ROLE` compares a unit's flags with what the run needs, and asks and starts nothing.
 
 Exit codes of `status`: 0 ready to serve this run, 3 not running, 4 running but not ready (it is starting, hangs, or
 serves another run: `missing` in the output says which). Of every verb: 2 the config or the machine must change, 3 the
@@ -23,7 +24,7 @@ from typing import Any, get_args
 from drafter import files, gpu, model_folder, signals, stage
 from drafter.config import Config, Role, Server
 from drafter.errors import ConfigError, ResumableError
-from drafter.serve import address, command_server, readiness, server_record, systemd
+from drafter.serve import address, command_server, readiness, server_record, systemd, unit_check
 from drafter.serve.readiness import Cause, Unready
 from drafter.serve.vllm_command import command
 
@@ -264,10 +265,14 @@ def tail(config: Config, role: Role) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.serve")
-    arguments.add_argument("verb", choices=("up", "wait", "status", "down"))
+    arguments.add_argument("verb", choices=("up", "wait", "status", "down", "check"))
     arguments.add_argument("role", choices=get_args(Role))
 
     def body(config: Config, args: argparse.Namespace) -> int:
+        if args.verb == "check":
+            page, fits = unit_check.report(config, args.role)
+            print("\n".join(page))
+            return 0 if fits else ConfigError.exit_code
         if args.verb != "status":
             verbs: dict[str, Callable[[Config, Role], object]] = {"up": up, "wait": wait, "down": down}
             verbs[args.verb](config, args.role)

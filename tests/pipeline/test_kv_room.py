@@ -11,8 +11,8 @@ from drafter.serve import unit_file
 from tests.conftest import CPU_CONFIG
 
 BOX = rates.profile("rtx_pro_6000_x8")
-SHIPPED = unit_file.shipped("vllm-kimi-k25-int4").flags
-TODAY = {name: value for name, value in SHIPPED.items() if name not in kv_room.ADVICE}
+SHIPPED = unit_file.shipped(kv_room.SHIPPED_UNIT).flags
+TODAY = {name: value for name, value in SHIPPED.items() if name not in unit_file.KV_ADVICE}
 
 
 @pytest.fixture
