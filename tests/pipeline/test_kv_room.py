@@ -48,10 +48,13 @@ def test_a_flag_that_a_variable_gives_leaves_the_room_unknown(kimi):
     assert kv_room.of(kimi, BOX, TODAY | {"gpu-memory-utilization": "${SHARE}"}) is None
 
 
-def test_the_plan_says_how_many_fit_and_which_flags_help(kimi, monkeypatch):
+def test_the_plan_says_how_many_fit_and_which_flags_help(kimi, monkeypatch, tmp_path):
     now = datetime(2026, 11, 29, 19, 0)
     assert ": all 200 fit" in plan.page(kimi, BOX, now)
-    monkeypatch.setattr(unit_file, "flags_of", lambda server: TODAY)
+    monkeypatch.setattr(unit_file, "UNIT_FOLDERS", (tmp_path,))
+    text = unit_file.SHIPPED.joinpath(f"{kv_room.SHIPPED_UNIT}.service").read_text()
+    theirs = text.replace("--decode-context-parallel-size 4 --watermark 0.05", "")
+    (tmp_path / "vllm-kimi-k25-int4.service").write_text(theirs)
     text = plan.page(kimi, BOX, now)
     assert (
         "62 of 200 fit, which leaves 0.44 of the rate; with --decode-context-parallel-size 4 --watermark 0.05" in text
@@ -93,3 +96,9 @@ def test_fewer_requests_in_flight_gain_next_to_nothing_beside_a_watermark():
         simulation.simulate(190_000, watermark=0.05, in_flight=count, rows=1500).hours for count in (200, 60)
     )
     assert fewer == pytest.approx(all_of_them, rel=0.05)
+
+
+def test_a_unit_whose_flags_are_unknown_leaves_the_room_unknown_in_so_many_words(kimi, monkeypatch, tmp_path):
+    monkeypatch.setattr(unit_file, "UNIT_FOLDERS", (tmp_path,))
+    (tmp_path / "vllm-kimi-k25-int4.service").write_text("[Service]\nExecStart=/opt/serve.sh\n")
+    assert "KV cache of 01b's server: not known" in plan.page(kimi, BOX, datetime(2026, 11, 29, 19, 0))
