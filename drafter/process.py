@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import shlex
 import signal
@@ -188,6 +189,16 @@ def run_all(
         subprocess.CompletedProcess(each.args, each.returncode, *output)
         for each, output in zip(started, outputs, strict=True)
     ]
+
+
+def last_object(lines: list[str] | list[bytes]) -> dict[str, Any]:
+    """The last line that is a JSON object, which a program may have written more after; {} without one."""
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
 
 
 def _start(line: list[str], **options: Any) -> subprocess.Popen:

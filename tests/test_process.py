@@ -67,3 +67,10 @@ def test_commands_are_run_to_their_end_by_one_runner_only():
                 calls.setdefault(path.stem, set()).add(node.attr)
     assert calls.pop("process") == {"Popen"}
     assert calls == {"command_server": {"Popen"}, "supervise": {"Popen"}, "writer": {"Popen"}}
+
+
+def test_an_answer_is_found_before_what_a_program_writes_as_it_ends():
+    said = ["loading", '{"a": 0}', '{"a": 1}', "[W] process group was not destroyed", "[1, 2]", "[" * 100_000, ""]
+    assert process.last_object(said) == {"a": 1}
+    assert process.last_object([line.encode() for line in said]) == {"a": 1}
+    assert process.last_object([b"\xff", b"nothing"]) == {}

@@ -48,9 +48,12 @@ def read_rows(stage: Stage) -> Rows:
 
 def run(stage: Stage, first_loss: Callable[[Config], FirstLoss | None]) -> dict:
     """Extract this host's missing rows and return the summary; with --probe or --verify only check."""
-    config, folder, rows = stage.config, stage.folder, read_rows(stage)
+    config, folder = stage.config, stage.folder
+    stage.require("01b_synthetic")  # before the folder is made
+    own_share = partial(worklist.locked_share, folder, Share.parse(stage.args.shard))
+    stage.lock("01b_synthetic", own=own_share)
+    rows = read_rows(stage)
     check_upstream(stage, rows)
-    stage.lock("01b_synthetic", own=partial(worklist.locked_share, folder, rows.share))
     if stage.args.probe:
         return probe_server(stage, rows)
     stage.refuse_another_question()

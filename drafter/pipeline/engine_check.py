@@ -105,11 +105,11 @@ def findings(config: Config, keep: bool = False, started: Collection[Role] = get
     if answer is None:
         line = [python, "-c", FOLLOW_PARENT + ASK, architecture, json.dumps(flags), json.dumps(tokenizer), me]
         done = process.run(line, timeout=300, env=environment)
-        if done.returncode:
+        answer = process.last_object(done.stdout.splitlines())
+        if done.returncode or not _is_answer(answer):
             last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
             yield f"servers.evaluate: {python} cannot import vLLM: {last[0]}"
             return
-        answer = json.loads(done.stdout.splitlines()[-1])
         if keep and not versions.returncode:
             _keep(config, key, answer)
     if answer["eagle3"] is False:
@@ -144,14 +144,13 @@ def _kept(config: Config) -> dict[str, dict[str, Any]]:
     """Cached answers by question; {} if the file is missing or malformed."""
     with suppress(OSError):
         found = files.read_note(_path(config))
-        return {
-            key: answer
-            for key, answer in found.items()
-            if isinstance(answer, dict)
-            and answer.keys() >= {"eagle3", "tokenizer", "cuda"}
-            and isinstance(answer.get("refused"), dict)
-        }
+        return {key: answer for key, answer in found.items() if _is_answer(answer)}
     return {}
+
+
+def _is_answer(found: Any) -> bool:
+    named = isinstance(found, dict) and found.keys() >= {"eagle3", "tokenizer", "cuda"}
+    return named and isinstance(found.get("refused"), dict)
 
 
 def _keep(config: Config, key: str, answer: dict[str, Any]) -> None:

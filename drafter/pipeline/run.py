@@ -5,7 +5,6 @@ run is complete.
 """
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 
 from drafter import cli, errors, process, run_locks, signals
 from drafter.config import ROOT, Config, Role, StageName
-from drafter.errors import ConfigError, Interrupted, StageError
+from drafter.errors import ConfigError, ContractError, Interrupted, StageError
 from drafter.pipeline import deadline, events, other_rows, supervise
 from drafter.pipeline.production_units import Machine, only_logged
 from drafter.pipeline.run_record import RunRecord, state_path
@@ -55,7 +54,7 @@ class Pipeline:
                 if step in done or (step is not first and not self.pending(step)):
                     log.info("%s: nothing to do", step.stage)
                     self.record.note(step, status="complete")
-                elif code := self._before_the_first(first) or self._work(step):
+                elif code := self._before_the_first(first, step) or self._work(step):
                     return code
             self._conclude()
             return 0
@@ -79,25 +78,31 @@ class Pipeline:
         try:
             for number, step in enumerate(self.steps):
                 if self.pending(step):
-                    self._preflight()
+                    self._preflight(step)
                     return step, self.steps[:number]
             return None, self.steps
         except StageError:
             events.report(self.config, "failed")
             raise
 
-    def _preflight(self) -> None:
+    def _preflight(self, first: Step) -> None:
+        """Check every stage that will work: what is unfinished, and `first`, which may be asked for more rows."""
         from drafter.pipeline import preflight  # needs torch, which a finished run does not
 
-        preflight.refuse_findings(self.config, self._unfinished(self.steps))
+        working = set(self._unfinished(self.steps))
+        if first.stage not in self.offline:
+            working.add(first.stage)
+            working |= {step.stage for step in self.steps if (first.number, step.number) == ("01b", "02")}
+        ordered = [step.stage for step in self.steps if step.stage in working - self.config.run.take.keys()]
+        preflight.refuse_findings(self.config, ordered)
 
-    def _before_the_first(self, checked: Step | None) -> int:
+    def _before_the_first(self, checked: Step | None, step: Step) -> int:
         """Before the first step: preflight if not made yet, the prompts, the smoke test. Returns an exit code."""
         if self.worked:
             return 0
         self.worked = True
         if not checked:
-            self._preflight()
+            self._preflight(step)
         return self._prepare_prompts() or self._smoke_test()
 
     def _prepare_prompts(self) -> int:
@@ -137,8 +142,9 @@ class Pipeline:
 
         self.record.note(step, status="running", started=started, seconds=before, exit_code=None)
         try:
-            if step.machine:
-                self.machine.bring_up_only(self._role(step))
+            role = self._role(step)
+            if role or (step.machine and not step.role):  # one that asks its server nothing leaves the others alone
+                self.machine.bring_up_only(role)
             code, summary = self._watch(step)
         except Interrupted:
             with only_logged("pipeline.json"):  # on a full disk the interruption is still what ends the call
@@ -227,9 +233,11 @@ class Pipeline:
                 message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
                 error = ConfigError if done.returncode == 2 else StageError
                 raise error(f"{step.script} --dry-run: {message[0].removeprefix(f'{step.stage}: ')}")
-        summaries = [json.loads(done.stdout.splitlines()[-1]) for done in answers]
+        summaries = [process.last_object(done.stdout.splitlines()) for done in answers]
         trains = "04" in (step.number for step in self.steps)
         for step, summary in zip(steps, summaries, strict=True):
+            if not isinstance(summary.get("pending"), int):
+                raise ContractError(f"{step.script} --dry-run printed no plan")
             manifest = read_manifest(self.config.stage_dir(step.stage))
             if left := deadline.left_undone(manifest, summary, self.deadline):
                 log.info("%s: %s", step.stage, left)

@@ -1,7 +1,6 @@
 """Run one stage and watch its server, which is restarted while the stage waits for it."""
 
 import contextlib
-import json
 import logging
 import os
 import shlex
@@ -172,7 +171,7 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
             process.end_session(stage.pid, 5)
         for reader in readers:
             reader.join(5)
-    summary = _last_json(stdout)
+    summary = process.last_object(stdout)
     if stage.returncode < 0:
         name = signal.Signals(-stage.returncode).name
         summary = {"error": f"killed by {name}" + (", perhaps because memory ran out" if name == "SIGKILL" else "")}
@@ -218,12 +217,3 @@ def _copy_lines(source: Iterable[bytes], log_file: Path, heard: Callable[[], Non
             with contextlib.suppress(OSError):
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
-
-
-def _last_json(lines: list[bytes]) -> dict:
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                return found
-    return {}

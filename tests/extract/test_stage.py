@@ -22,7 +22,7 @@ import yaml
 
 pytest.importorskip("vllm")
 
-from drafter import config, contracts, files, stage, text
+from drafter import config, contracts, files, locks, stage, text
 from drafter.errors import ContractError
 from drafter.extract import loop as extraction
 from drafter.extract import probe, state_file, states, worklist
@@ -948,3 +948,13 @@ def test_a_sick_server_blows_the_budget_and_zero_successes_are_never_a_success(r
     engine.plan = lambda body: None if all(ids in first for ids in body["prompt"]) else "no file"
     code, summary = run.extract(capsys, engine.port)
     assert code == 1 and "rows failed" in summary["error"]
+
+
+def test_rows_are_read_only_once_no_other_process_can_write_them(run, capsys):
+    """A shard that 01b was just writing was read as it came, and what was read was extracted under the lock."""
+    upstream = run.config.stage_dir("01b_synthetic")
+    with open(upstream / "shard-00001.jsonl", "a") as file:
+        file.write('{"row_id": "')
+    with locks.locked(upstream, "01b_synthetic"):
+        code, summary = run.extract(capsys, 9)
+    assert code == 2 and f"another process is working in {upstream}" in summary["error"], summary

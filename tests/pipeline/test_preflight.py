@@ -67,9 +67,11 @@ def test_a_driver_that_is_too_old_for_the_wheels_is_named(load, machine, cuda, d
     assert found(load(fake=f"cuda={cuda}")) == ([said] if old else [])
 
 
-def test_an_interpreter_without_vllm_is_named(load):
-    (finding,) = found(load("servers.evaluate.python=/usr/bin/false"))
-    assert "/usr/bin/false cannot import vLLM" in finding
+@pytest.mark.parametrize("program", ["/usr/bin/false", "/usr/bin/true"])
+def test_an_interpreter_without_vllm_is_named(load, program):
+    """One that ended well and had said nothing was a traceback."""
+    (finding,) = found(load(f"servers.evaluate.python={program}"))
+    assert f"{program} cannot import vLLM" in finding
 
 
 def test_an_engine_is_asked_once_for_all_runs_and_again_for_another_version_or_other_flags(load, tmp_path):

@@ -649,6 +649,28 @@ def test_the_production_server_is_given_back(night, word):
     assert "stop vllm-team" in changes and changes[-1] == "start vllm-team"
 
 
+@pytest.mark.parametrize("number", ["01b", "02"])
+def test_a_stage_that_asks_its_server_nothing_never_stops_production(night, number):
+    """Summing up anew took the team's server down for the time of its next boot."""
+    assert night.run("--only", number)[0] == 0
+    night.production(active=True)
+    words = {"01b": {"_01b_synthetic": "stale"}, "02": {"_02_hidden_states": "stale"}}[number]
+    code, _, err = night.run("--only", number, **words)
+    assert code == 0 and ".py --config" in err, err
+    assert not any(call.startswith("stop") for call in (night.units / "calls.log").read_text().splitlines())
+
+
+def test_more_rows_of_a_complete_01b_are_checked_as_those_of_a_first_call_are(night):
+    """Its manifest was complete, so that its server was started unchecked."""
+    assert night.run("--only", "01b")[0] == 0 and night.run("--only", "02")[0] == 0
+    night.preflight = True
+    night.overrides += [f"servers.{role}.api_key_env=NOT_SET" for role in ("generate", "extract")]
+    code, _, err = night.run("--only", "01b", _01b_synthetic="more")
+    assert code == 2 and "servers.generate.api_key_env" in err and "is starting" not in err, err
+    code, _, err = night.run(_01b_synthetic="more")
+    assert code == 2 and "servers.extract.api_key_env" in err, "02 will read the new rows back"
+
+
 def test_the_production_server_is_given_back_after_a_signal_and_after_a_kill(night):
     night.production(active=True)
     running = night.start("--from", "04", _04_train="forever")
