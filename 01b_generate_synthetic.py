@@ -1,8 +1,8 @@
-"""Stage 01b: the target answers every question; kept are its own tokens, reasoning and answer.
+"""Stage 01b: the target answers every prompt; its token ids are kept, reasoning included.
 
-Reads the prompt sources of the config; the role `generate` must be up. Writes 01b_synthetic/shard-*.jsonl, one row a
-request, with prompts.jsonl (what was asked), rejected.jsonl (what gave no row, and why), held_out.jsonl (kept for
-measuring) and the manifest. A rerun goes on where this one stopped.
+Reads the config's prompt sources; the server of the role `generate` must be running. Writes
+01b_synthetic/shard-*.jsonl, one row a request, with prompts.jsonl (the requests), rejected.jsonl (requests without a
+row, and why), held_out.jsonl (prompts kept for 06) and the manifest. A rerun continues where the last call stopped.
 """
 
 import sys
@@ -24,7 +24,7 @@ def body(this: stage.Stage) -> dict:
     if work.pending:
         generate.ask(this, work)
     else:
-        stage.say("nothing to do: every request has its row or its reason")
+        stage.say("nothing left to generate: every request has a row or was rejected")
     return generate.conclude(this)
 
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         "--deadline",
         type=cli.moment,
         metavar="HH:MM",
-        help="stop asking then, finish what is in flight, go on with what there is; or YYYY-MM-DDTHH:MM",
+        help="send no request after this time, finish those in flight, keep the rows; or YYYY-MM-DDTHH:MM",
     )
     parser.add_argument(
         "--prepare", action="store_true", help="fetch, choose and order the prompts and end; needs no server"

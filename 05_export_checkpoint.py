@@ -1,9 +1,9 @@
-"""Stage 05: the best checkpoint as a folder that vLLM serves, in the form of the reference drafter.
+"""Stage 05: export the best checkpoint as a folder that vLLM serves, in the format of the reference drafter.
 
-Reads a complete step of 04_train; writes 05_export/model (weights, config, model card), renamed into place whole and
-checked: every tensor by name, shape, dtype and value, and the logits on real rows. --smoke serves the untrained warm
-start and then the export for a minute, and refuses a drafter that no more than chance is accepted from; before
-training, the warm start alone.
+Reads a complete step of 04_train; writes 05_export/model (weights, config, model card) after checking every tensor by
+name, shape, dtype and value, and the logits on real rows. --smoke also serves the untrained warm start and then the
+export for a minute each (before training, only the warm start), and fails if drafts are accepted no more than by
+chance.
 """
 
 import sys

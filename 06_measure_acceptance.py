@@ -1,8 +1,8 @@
 """Stage 06: serve the target with each drafter and measure how many tokens are accepted per step.
 
-Reads 05_export, the warm start and held-out prompts; brings the role `evaluate` up once for each drafter and draft
-length. Writes 06_acceptance/acceptance.json: acceptance lengths with intervals, speed and a verdict, which the
-export's model card shows too.
+Reads 05_export, the warm start and held-out prompts; starts the server of the role `evaluate` once for each drafter
+and draft length. Writes 06_acceptance/acceptance.json with acceptance lengths, intervals, speed and a verdict, and
+updates the export's model card.
 """
 
 import sys

@@ -30,7 +30,7 @@ from statistics import mean
 
 import aiohttp
 
-from drafter import config, versions
+from drafter import config, run_files, versions
 from drafter.generate import answering, chat, mix, prompts, rows
 from drafter.serve import client
 
@@ -173,7 +173,7 @@ class Bench:
 
     def prepare_bodies(self) -> None:
         mix.materialise(self.config, self.folder / "mix")
-        with open(self.folder / "mix" / prompts.PROMPTS, "rb") as asked, open(self.requests, "wb") as file:
+        with open(self.folder / "mix" / run_files.PROMPTS, "rb") as asked, open(self.requests, "wb") as file:
             for line in itertools.islice(asked, self.args.count):
                 file.write(line)
                 self.count += 1

@@ -24,7 +24,7 @@ log = logging.getLogger("drafter")
 FREED_BY = {"02_hidden_states": "05_export", "04_train": "05_export"}
 FREED_LOG = "freed.jsonl"
 BESIDE_RUNS = (FREED_LOG, "smoke.json", "engine.json", "target_fingerprints.json")  # shared by the runs
-IN_RUNS = (*STAGES, "pipeline.json", locks.LOCK)  # a folder with one of these is a run
+IN_RUNS = (*STAGES, run_files.PIPELINE, locks.LOCK)  # a folder with one of these is a run
 
 
 @dataclass(frozen=True)

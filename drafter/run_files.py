@@ -1,4 +1,4 @@
-"""Schemas of a run's JSON files: the fields that other programs read, with bounds that keep them displayable."""
+"""Names and schemas of a run's files: the fields that other programs read, with bounds that keep them displayable."""
 
 from typing import Annotated, Any, NotRequired
 
@@ -7,6 +7,15 @@ from typing_extensions import TypedDict  # pydantic refuses typing's own before 
 
 from drafter.checked import LISTED, OPEN
 from drafter.config import STAGES, StageName
+
+# Names of files. In each stage's folder:
+MANIFEST, CONFIG, REJECTED = "manifest.json", "config.yaml", "rejected.jsonl"
+# In 01b_synthetic (PROMPTS in 06_acceptance too), 02_hidden_states, 04_train, 06_acceptance and the run's folder:
+PROMPTS, PROMPTS_META, HELD_OUT = "prompts.jsonl", "prompts.json", "held_out.jsonl"
+INDEX = "index.jsonl"
+METRICS = "metrics.jsonl"
+ACCEPTANCE = "acceptance.json"
+PIPELINE, PLAN = "pipeline.json", "plan.json"
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Bytes = Annotated[float, Field(ge=0, le=2**63)]

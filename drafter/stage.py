@@ -50,7 +50,7 @@ class Stage:
 
     @property
     def manifest_path(self) -> Path:
-        return self.folder / "manifest.json"
+        return self.folder / run_files.MANIFEST
 
     def question(self, keys: Iterable[str]) -> dict[str, Any]:
         """The settings under dotted `keys` that decide what a row means; a path is replaced by a fingerprint."""
@@ -93,7 +93,7 @@ class Stage:
         self._before = (read_manifest(self.folder) or {"seconds": 0})["seconds"]
         self._question = self.question(keys)  # only now: a refusal must not overwrite the old manifest
         self.folder.mkdir(parents=True, exist_ok=True)
-        files.write_text(self.folder / "config.yaml", self.config.dump())
+        files.write_text(self.folder / run_files.CONFIG, self.config.dump())
         self._write_manifest("running")
 
     def refuse_another_question(self) -> None:
@@ -109,7 +109,7 @@ class Stage:
 
     def _refuse_changes(self, manifest: dict, owner: StageName) -> None:
         if not isinstance(manifest.get("question"), dict):
-            path = self.config.stage_dir(owner) / "manifest.json"
+            path = self.config.stage_dir(owner) / run_files.MANIFEST
             raise ContractError(f"{path} is broken (no question); {REMEDY}")
         differing = [
             f"{key} (was {was!r}, is {now!r})"
@@ -162,7 +162,7 @@ def _content_of(config: Config, key: str) -> Any:
 def read_manifest(folder: Path) -> dict | None:
     """A stage's manifest, or None when the stage has not begun. Raises ContractError on a broken file."""
     try:
-        found = checked.load(folder / "manifest.json", run_files.Manifest, remedy=REMEDY)
+        found = checked.load(folder / run_files.MANIFEST, run_files.Manifest, remedy=REMEDY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return {"status": "unknown", "facts": {}, "seconds": 0} | found
@@ -170,7 +170,7 @@ def read_manifest(folder: Path) -> dict | None:
 
 def read_resolved(folder: Path) -> dict | None:
     """The config that a stage was made with, or None without one. Raises ContractError on a broken file."""
-    path = folder / "config.yaml"
+    path = folder / run_files.CONFIG
     try:
         return checked.validate(run_files.Resolved, strict_yaml.load(path.read_text()))
     except (FileNotFoundError, NotADirectoryError):

@@ -77,7 +77,7 @@ def test_a_run_with_every_file_shows_all_of_them(run_config, files):
     assert "run smollm2_cpu: interrupted" in shown and "will restart: vllm-team" in shown
     assert f"{HAND}     interrupted  " in shown and "10.0 min" in shown and "12 of 240 steps" in shown
     assert "<td>20</td><td>1</td><td>40</td>" in page, "planned"
-    assert "Acceptance length 2.50" in page and "1 prompts refused" in page and "Length of rows" in page
+    assert "Acceptance length 2.50" in page and "the server refused 1 prompts" in page and "Length of rows" in page
 
 
 INF, NAN = float("inf"), float("nan")

@@ -38,7 +38,7 @@ def write_card(config: Config) -> None:
 
 def _settings(config: Config, stage: StageName) -> Config:
     """The settings that a stage was run with; for a stage taken from another run, those in its folder."""
-    path = config.stage_dir(stage) / "config.yaml"
+    path = config.stage_dir(stage) / run_files.CONFIG
     return load(path) if stage in config.run.take and path.exists() else config
 
 
@@ -66,7 +66,7 @@ def _first_cell(config: Config) -> int:
 
 
 def _acceptance(config: Config) -> str:
-    path = config.stage_dir("06_acceptance") / "acceptance.json"
+    path = config.stage_dir("06_acceptance") / run_files.ACCEPTANCE
     if not path.exists():
         return "## Acceptance\n\nNot measured yet."
     remedy = "remove it, and 06_measure_acceptance.py writes it again"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from drafter import checked, contracts, files
+from drafter import checked, contracts, files, run_files
 from drafter.config import ROOT, Config, Source
 from drafter.errors import ConfigError, RowError
 from drafter.generate import mix, prompts, sources
@@ -79,7 +79,7 @@ def _shared_out(records: list[Prompt], count: int) -> list[Prompt]:
 
 
 def _held_out(config: Config) -> Path:
-    return config.stage_dir("01b_synthetic") / prompts.HELD_OUT
+    return config.stage_dir("01b_synthetic") / run_files.HELD_OUT
 
 
 def sample_prompts(config: Config, count: int) -> list[Prompt]:
@@ -107,7 +107,7 @@ def _draw(config: Config, source: Source, count: int) -> list[Prompt]:
 
 def _trained(config: Config) -> set[str]:
     """Ids of the conversations in the training rows; empty if the index is not on this machine."""
-    index = config.stage_dir("02_hidden_states") / "index.jsonl"
+    index = config.stage_dir("02_hidden_states") / run_files.INDEX
     return {entry["conv_id"] for entry in files.read_jsonl(index, conv_id=str)} if index.exists() else set()
 
 

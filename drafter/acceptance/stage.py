@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafter import checked, contracts, files
+from drafter import checked, contracts, files, run_files
 from drafter.acceptance import comparison, prompt_sets
 from drafter.acceptance.comparison import NONE, RUN, WARM_START, Measurement
 from drafter.acceptance.prompt_sets import PromptSets
@@ -17,7 +17,7 @@ from drafter.acceptance.wording import caveats, sentence
 from drafter.config import ROOT, Config, Generate
 from drafter.errors import ConfigError, ContractError, ResumableError, StageError
 from drafter.export import stage as export
-from drafter.generate import chat, prompts
+from drafter.generate import chat
 from drafter.generate.prompts import Request
 from drafter.progress import Progress
 from drafter.serve import client, decoding, roles, smoke_record
@@ -26,7 +26,6 @@ from drafter.stage import Stage, read_manifest, say
 from drafter.target import eagle3_folder
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
-REPORT = "acceptance.json"
 SMOKE_SECONDS = 300
 SMOKE_LENGTH = 1.05  # random weights reach this if their favourite token is a comma
 
@@ -51,10 +50,10 @@ def run(stage: Stage) -> dict:
         raise ResumableError("nothing was measured within acceptance.budget_minutes; raise it and run again")
     stage.counts.done = sum(not decoded.skipped for decoded in done.values())
     report = comparison.summarise_results(units, done, config.target.think_end, config.run.seed)
-    report["prompt_sets"] = prompt_sets.describe_sets(sets, config.stage_dir("01b_synthetic") / prompts.PROMPTS)
+    report["prompt_sets"] = prompt_sets.describe_sets(sets, config.stage_dir("01b_synthetic") / run_files.PROMPTS)
     report["expected"] = expected_lengths(config)
     report["drafters"] = {label: folder and eagle3_folder.fingerprint(folder) for label, folder in drafters.items()}
-    files.write_json(stage.folder / REPORT, report)
+    files.write_json(stage.folder / run_files.ACCEPTANCE, report)
     for caveat in caveats(report):
         say("%s", caveat)
     say("%s", sentence(report["headline"]))
@@ -70,7 +69,9 @@ def dry_run(stage: Stage) -> dict:
         eagle3_folder.check_engine(config)
         sets = prompt_sets.read_prompt_sets(config, stage.args.limit)
         units = list_units(config, find_drafters(config), sets)
-        pending = sum(not is_measured(stage, unit) for unit in units) or int(not (stage.folder / REPORT).exists())
+        pending = sum(not is_measured(stage, unit) for unit in units) or int(
+            not (stage.folder / run_files.ACCEPTANCE).exists()
+        )
     except StageError as error:
         findings.append(str(error))
     return {"stage": stage.name, "dry_run": True, "pending": pending, "findings": findings}
@@ -148,7 +149,7 @@ def chat_body(config: Config, settings: Generate, record: Mapping[str, Any]) -> 
 def write_prompt_sets(stage: Stage, sets: PromptSets) -> None:
     """Write the measured prompts to prompts.jsonl, for inspection."""
     records = ({"prompt_set": name, **record} for name, records in sets.items() for record in records)
-    files.write_jsonl(stage.folder / "prompts.jsonl", records)
+    files.write_jsonl(stage.folder / run_files.PROMPTS, records)
 
 
 def measure_units(stage: Stage, drafters: dict[str, Path | None], sets: PromptSets, units: list[Measurement]) -> None:

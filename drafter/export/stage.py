@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from drafter import files
+from drafter import files, run_files
 from drafter.config import Config, Target
 from drafter.contracts import IndexEntry
 from drafter.errors import ContractError, StageError
@@ -213,10 +213,10 @@ def _default(key: str, config: dict[str, Any]) -> Any:
 def real_rows(config: Config) -> list[states.States]:
     """A few captured rows, cut to COMPARED_TOKENS; empty if their files are gone."""
     place = config.stage_dir("02_hidden_states")
-    if not (place / "index.jsonl").exists():
+    if not (place / run_files.INDEX).exists():
         return []
     rows = []
-    for record in files.read_jsonl(place / "index.jsonl"):
+    for record in files.read_jsonl(place / run_files.INDEX):
         path = place / IndexEntry.from_record(record).path
         if path.exists():
             row = states.read_states(path)

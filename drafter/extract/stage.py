@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from drafter import contracts, files
+from drafter import contracts, files, run_files
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError, StageError
@@ -238,7 +238,7 @@ def write_records(
         if record["row_id"] in asked and record["row_id"] not in entries
     }
     out = [*(one.to_record() for one in rejected), *failed.values()]
-    files.write_jsonl(folder / "rejected.jsonl", out)
+    files.write_jsonl(folder / run_files.REJECTED, out)
     stage.counts = contracts.Counts(total=len(items) + len(rejected), done=len(entries))
     for record in out:
         stage.counts.reject(record["reason"])
@@ -262,4 +262,6 @@ def read_rejected(path: Path) -> list[dict]:
 
 def settled_ids(folder: Path) -> set[str]:
     """Rejected rows that have no states. Duplicates are not among them: their first copy is still extracted."""
-    return {one["row_id"] for one in read_rejected(folder / "rejected.jsonl") if one["reason"] != worklist.DUPLICATE}
+    return {
+        one["row_id"] for one in read_rejected(folder / run_files.REJECTED) if one["reason"] != worklist.DUPLICATE
+    }

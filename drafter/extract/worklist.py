@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter import contracts, files, locks, text
+from drafter import contracts, files, locks, run_files, text
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError
@@ -315,7 +315,7 @@ def merge_lock(folder: Path) -> Iterator[None]:
 def write_index(folder: Path, items: list[Item]) -> dict[str, IndexEntry]:
     """Write `index.jsonl` from the journals of all hosts, in the rows' order."""
     found = extracted_rows(folder, items)
-    files.write_jsonl(folder / "index.jsonl", (found[i.row_id].to_record() for i in items if i.row_id in found))
+    files.write_jsonl(folder / run_files.INDEX, (found[i.row_id].to_record() for i in items if i.row_id in found))
     return found
 
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import checked, contracts, files
+from drafter import checked, contracts, files, run_files
 from drafter.contracts import Row
 from drafter.errors import ConfigError, ContractError, RowError
 from drafter.generate import chat, prompts, replay, rows
@@ -37,11 +37,11 @@ class Work:
     """
 
     def __init__(self, mixed: Path, folder: Path, limit: int | None = None, retried: frozenset[str] = frozenset()):
-        self.requests = Requests(mixed / prompts.PROMPTS, limit)
+        self.requests = Requests(mixed / run_files.PROMPTS, limit)
         asked = set(self.requests.ids)
         self.done = rows.done_ids(folder) & asked
         self.rejected = Counter[str]()
-        for table in checked.load(mixed / prompts.META, prompts.Meta)["sources"].values():
+        for table in checked.load(mixed / run_files.PROMPTS_META, prompts.Meta)["sources"].values():
             self.rejected.update(table["rejected"])
         settled = set(self.done)
         for record in prompts.read_rejections(folder):
@@ -72,7 +72,7 @@ class Generation:
         self.requests, self.context, self.deadline = work.requests, context, deadline
         self.folder = stage.folder
         self.store = rows.Store(stage.folder, self.settings.rows_per_shard)
-        self.rejected = files.Journal(stage.folder / prompts.REJECTED)
+        self.rejected = files.Journal(stage.folder / run_files.REJECTED)
         requests, concurrency = len(work.requests), stage.config.generate.concurrency
         self.progress = Progress(
             requests, "rows", requests - len(work.pending), at_once=concurrency, record=stage.folder / RECORDS
@@ -247,7 +247,7 @@ class Generation:
         if failures > max(FAILURES_ALLOWED, self.settings.max_failure_share * seen):
             raise ContractError(
                 f"{failures} of {seen} requests failed ({dict(self._new)}), more than generate.max_failure_share "
-                f"allows, the first: {self._first_failure[: prompts.DETAIL]}; see {self.folder / prompts.REJECTED}"
+                f"allows, the first: {self._first_failure[: prompts.DETAIL]}; see {self.folder / run_files.REJECTED}"
             )
 
     def _end_conversation(self, identity: bytes) -> None:

@@ -187,10 +187,10 @@ def _read_messages(raw: list, field: str, first_only: bool) -> list[dict]:
             raise bad_conversation(f"{field}[{index}]: two assistant turns in a row")
         else:
             messages.append(message)
-    said = [m["content"] for m in messages if m["role"] == "user"]
-    if not any(said):
+    texts = [m["content"] for m in messages if m["role"] == "user"]
+    if not any(texts):
         raise RowError("no_user_turn", f"{field}: no user turn with text")
-    if not all(said):
+    if not all(texts):
         raise bad_conversation(f"{field}: a user turn is blank")
     return messages
 

@@ -15,7 +15,8 @@ from drafter import checked, contracts, files
 from drafter.config import Config, Source
 from drafter.errors import ConfigError, RowError
 from drafter.generate import conversations, prompts, sources
-from drafter.generate.prompts import HELD_OUT, META, PROMPTS, Request
+from drafter.generate.prompts import Request
+from drafter.run_files import HELD_OUT, PROMPTS, PROMPTS_META
 
 BAD_ALLOWED = 2  # unusable conversations of a source that are always accepted
 READ_SHOWN = 3  # ways of reading a source that a message names
@@ -52,13 +53,13 @@ def materialise(config: Config, folder: Path, earlier: Path | None = None) -> di
         "read": mix.read_as(),
         "held_out": held_out,
     }
-    files.write_json(folder / META, meta)
+    files.write_json(folder / PROMPTS_META, meta)
     return meta
 
 
 def current_meta(config: Config, folder: Path) -> dict | None:
     """The content of prompts.json if `folder` holds the mix that this config asks for."""
-    meta = checked.read_or_empty(folder / META, prompts.Meta)
+    meta = checked.read_or_empty(folder / PROMPTS_META, prompts.Meta)
     if not meta or meta["key"] != _key(config) or not (folder / PROMPTS).exists():
         return None
     return meta if meta["sha256"] == files.sha256_file(folder / PROMPTS) else None
@@ -90,7 +91,7 @@ def _held_before(config: Config, folder: Path) -> _HeldBefore:
     They are settled in a run of a version without shares, since its drafter may be trained on all others; not if the
     sources have changed or one of them gave no request.
     """
-    path, meta = folder / HELD_OUT, files.read_note(folder / META, sources=dict)
+    path, meta = folder / HELD_OUT, files.read_note(folder / PROMPTS_META, sources=dict)
     ids = {r["conv_id"] for r in files.read_jsonl(path, conv_id=str)} if path.exists() else ()
     requests = {name: counts.get("requests") for name, counts in meta.get("sources", {}).items()}
     same = len(ids) == config.acceptance.held_out and requests.keys() == {source.name for source in config.prompts}

@@ -14,8 +14,8 @@ from drafter import checked, contracts, files
 from drafter.config import Source
 from drafter.errors import ContractError
 from drafter.generate.conversations import OWN_ANSWER, Conversation, bad_conversation, read_conversation
+from drafter.run_files import PROMPTS, PROMPTS_META, REJECTED
 
-PROMPTS, HELD_OUT, REJECTED, META = "prompts.jsonl", "held_out.jsonl", "rejected.jsonl", "prompts.json"
 DETAIL = 500  # characters of a rejection's detail
 
 
@@ -175,7 +175,9 @@ def requested_ids(folder: Path) -> set[str] | None:
 
 
 def _broken_request(path: Path | str, index: int) -> ContractError:
-    return ContractError(f"{path}: line {index + 1} is not a request; remove {META}, and 01b writes both again")
+    return ContractError(
+        f"{path}: line {index + 1} is not a request; remove {PROMPTS_META}, and 01b writes both again"
+    )
 
 
 class Requests:

@@ -7,11 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafter import contracts, files, text
+from drafter import contracts, files, run_files, text
 from drafter.config import Target
 from drafter.contracts import Row
 from drafter.errors import ContractError, RowError
-from drafter.generate import prompts, replay
+from drafter.generate import replay
 from drafter.generate.prompts import Request, Requests
 
 JOURNAL = "journal.jsonl"  # the open shard
@@ -107,14 +107,14 @@ def _misparsed(ids: list[int], reasoning: str | None, content: str | None, targe
     """The flag of a reply with all text on one side of `</think>` although its ids are on both sides."""
     if target.think_end in ids:
         place = ids.index(target.think_end)
-        thought, said = ids[:place], ids[place + 1 :]
+        reasoning_ids, answer_ids = ids[:place], ids[place + 1 :]
     else:  # a reply of a reasoning model without `</think>`: unknown where its reasoning ends
-        thought, said = [], [] if thinks(target) else ids
+        reasoning_ids, answer_ids = [], [] if thinks(target) else ids
     silent = replay.stop_ids(target.model) | set(target.special_tokens.values())
     reasoned, answered = (bool((text or "").strip()) for text in (reasoning, content))
-    if answered and not reasoned and sum(token not in silent for token in thought) >= TEXT_TOKENS:
+    if answered and not reasoned and sum(token not in silent for token in reasoning_ids) >= TEXT_TOKENS:
         return ["all_in_content"]
-    if reasoned and not answered and sum(token not in silent for token in said) >= TEXT_TOKENS:
+    if reasoned and not answered and sum(token not in silent for token in answer_ids) >= TEXT_TOKENS:
         return ["all_in_reasoning"]
     return []
 
@@ -250,7 +250,7 @@ def read_rows(folder: Path, limit: int | None = None) -> Iterator[Row]:
 
     Raises ContractError on a broken row.
     """
-    asked = set(Requests(folder / prompts.PROMPTS, limit).ids)
+    asked = set(Requests(folder / run_files.PROMPTS, limit).ids)
     for path in row_files(folder):
         for _, row in contracts.read_rows(path, path.name == JOURNAL):
             if row.id_bytes in asked:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drafter import files
+from drafter import files, run_files
 from drafter.errors import ConfigError, ContractError, ResumableError
 from drafter.generate import chat, conversations, mix, prompts, rows
 from drafter.generate.answering import RETRYABLE_REASONS, Generation, Work
@@ -164,5 +164,5 @@ def broken_lines(mixed: Path) -> list[str]:
     broken = prompts.unusable_conversations(prompts.read_rejections(mixed))
     lines = [f"prompts {record['source']}: rejected: {record['detail']}" for record in broken[:BROKEN_NAMED]]
     more = len(broken) - BROKEN_NAMED
-    lines += [f"and {more} more; 01b lists them in {prompts.REJECTED}"] if more > 0 else []
+    lines += [f"and {more} more; 01b lists them in {run_files.REJECTED}"] if more > 0 else []
     return [*lines, conversations.WANTED] if lines else []

@@ -33,7 +33,7 @@ def resolve(config: Config, given: str | None, now: datetime) -> Deadline | None
     """The deadline that `given` means for this run at `now` (local time). Raises ConfigError for an invalid time."""
     if given is None:
         return None
-    noted = checked.read_or_empty(config.run_dir / "pipeline.json", run_files.State).get("deadline")
+    noted = checked.read_or_empty(config.run_dir / run_files.PIPELINE, run_files.State).get("deadline")
     if noted and noted["given"] == given:
         ended = ended_at(read_manifest(config.stage_dir("01b_synthetic")) or {}) == noted["at"]
         if ended or now.timestamp() < noted["at"] + CONTINUED_SECONDS:

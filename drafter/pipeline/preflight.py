@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from drafter import files, gpu, process
+from drafter import files, gpu, process, run_files
 from drafter.acceptance.comparison import NONE, RUN, WARM_START
 from drafter.config import ROOT, STAGES, Config, Role, StageName
 from drafter.errors import ConfigError, StageError
@@ -83,7 +83,7 @@ def missing_inputs(config: Config, stages: list[StageName]) -> dict[str, StageNa
     """Missing inputs that no earlier one of `stages` makes: a line for each -> the stage that needs it."""
 
     def exists(name: StageName) -> bool:
-        return name in config.run.take or (config.stage_dir(name) / "manifest.json").exists()
+        return name in config.run.take or (config.stage_dir(name) / run_files.MANIFEST).exists()
 
     found = {}
     reported: list[StageName] = []

@@ -146,7 +146,7 @@ def _prompts_per_second(config: Config, made: dict) -> float:
     acceptance = config.acceptance
     if made["config"]["acceptance"]["max_tokens"] != acceptance.max_tokens:
         return 0
-    report = checked.read_or_empty(made["folder"] / "acceptance.json", run_files.Loads)
+    report = checked.read_or_empty(made["folder"] / run_files.ACCEPTANCE, run_files.Loads)
     like = [each for each in report["measurements"] if each["concurrency"] == acceptance.cells[0].concurrency]
     return sum(each["prompts"] for each in like) / sum(each["seconds"] for each in like)
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from drafter import cli, errors, process, run_locks, signals
+from drafter import cli, errors, process, run_files, run_locks, signals
 from drafter.config import ROOT, Config, Role, StageName
 from drafter.errors import ConfigError, ContractError, Interrupted, StageError
 from drafter.pipeline import deadline, events, other_rows, supervise
@@ -147,7 +147,7 @@ class Pipeline:
                 self.machine.bring_up_only(role)
             code, summary = self._watch(step)
         except Interrupted:
-            with only_logged("pipeline.json"):  # on a full disk the interruption is still what ends the call
+            with only_logged(run_files.PIPELINE):  # on a full disk the interruption is still what ends the call
                 note("interrupted")
             raise
         except StageError as error:  # its server failed

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from drafter import files, process
+from drafter import files, process, run_files
 from drafter.config import STAGES, Config
 from drafter.pipeline import deadline, events, plan
 from drafter.pipeline.production_units import Machine, only_logged
@@ -15,7 +15,7 @@ from drafter.stage import read_manifest
 
 
 def state_path(config: Config) -> Path:
-    return config.run_dir / "pipeline.json"
+    return config.run_dir / run_files.PIPELINE
 
 
 class RunRecord:
@@ -61,7 +61,7 @@ class RunRecord:
                 planned[name] = before
             elif self.state["stages"].get(name, {}).get("status") == "complete":
                 self.state["stages"][name]["status"] = "begun"
-        files.write_json(self.config.run_dir / "plan.json", planned)
+        files.write_json(self.config.run_dir / run_files.PLAN, planned)
 
     def seconds(self, step: Step) -> float:
         """Seconds that earlier calls spent on a step; 0 if its folder was removed since."""
@@ -80,7 +80,7 @@ class RunRecord:
         self.state["status"] = status
         if error:
             self.state["error"] = error
-        with only_logged("pipeline.json"):  # the event must be sent even on a full disk
+        with only_logged(run_files.PIPELINE):  # the event must be sent even on a full disk
             self.save()
         self.write_report()
         if status in ("complete", "stopped"):

@@ -31,8 +31,8 @@ class RunState:
 
     def __init__(self, config: Config):
         self.config = config
-        self.state = checked.read_or_empty(config.run_dir / "pipeline.json", run_files.State)
-        self.plan = checked.read_or_empty(config.run_dir / "plan.json", run_files.Plan)
+        self.state = checked.read_or_empty(config.run_dir / run_files.PIPELINE, run_files.State)
+        self.plan = checked.read_or_empty(config.run_dir / run_files.PLAN, run_files.Plan)
         self.manifests: dict[str, dict | None] = {}
         for name in STAGES:
             try:
@@ -42,9 +42,9 @@ class RunState:
         self.taken = self._taken()
         self.freed = disk.freed(config.run_dir)
         self.acceptance = checked.read_or_empty(
-            config.stage_dir("06_acceptance") / "acceptance.json", run_files.Acceptance
+            config.stage_dir("06_acceptance") / run_files.ACCEPTANCE, run_files.Acceptance
         )
-        self.metrics = checked.records_or_empty(config.stage_dir("04_train") / "metrics.jsonl", run_files.Metric)
+        self.metrics = checked.records_or_empty(config.stage_dir("04_train") / run_files.METRICS, run_files.Metric)
 
     def _taken(self) -> dict[str, Path]:
         """Folders of stages taken from other runs, by this config or by the one that a stage was made with."""

@@ -2,7 +2,7 @@
 
 import shutil
 
-from drafter import locks, run_locks
+from drafter import locks, run_files, run_locks
 from drafter.config import Config, load
 from drafter.errors import ResumableError
 from drafter.pipeline.run import STEPS, Pipeline
@@ -26,5 +26,5 @@ def measure(config: Config) -> None:
             if step.stage in short.run.take:
                 continue
             for kept in short.stage_dir(step.stage).iterdir():
-                if kept.name not in ("manifest.json", "config.yaml"):
+                if kept.name not in (run_files.MANIFEST, run_files.CONFIG):
                     shutil.rmtree(kept) if kept.is_dir() else kept.unlink()

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from drafter import locks, run_locks
+from drafter import locks, run_files, run_locks
 from drafter.config import ROOT, STAGES, Config, Role
 from drafter.config.servers import SECRET_NAME
 from drafter.serve import server_record
@@ -79,7 +79,7 @@ def _server_of_a_run(config: Config, role: Role, path: Path, record: dict[str, A
     elif busy := run_locks.busy_folders(run_dir):
         who += f", which is running{locks.describe(busy[0])}"
     else:
-        configs = [run_dir / name / "config.yaml" for name in STAGES]
+        configs = [run_dir / name / run_files.CONFIG for name in STAGES]
         known = next((str(each) for each in configs if each.exists()), "CONFIG-OF-THAT-RUN")
         down = shlex.join(["python", "-m", "drafter.serve", "down", path.stem, "--config", known])
         return f"{who}, which no process uses now; {_another_port(config, role)}, or end it with `{down}`"

@@ -1,6 +1,6 @@
 """A shallow copy of a target for a rehearsal: its first layers and every tensor outside the layers, byte for byte.
 
-The copy is a model folder of its own: safetensors files with the original's bytes (quantized weights and their scales
+The copy is a separate model folder: safetensors files with the original's bytes (quantized weights and their scales
 as they are), a config with fewer layers, and links to the tokenizer, the template, the processor and remote code.
 """
 

@@ -104,8 +104,8 @@ class Ranks:
             pass
         known = failed and (as_stage_error(failed) or failed)
         code = 0 if failed is None else getattr(known, "exit_code", 1)
-        if (said := int(self.sum(torch.tensor(code, device=self.device)))) and failed is None:
-            raise MainFailed(said)
+        if (main_code := int(self.sum(torch.tensor(code, device=self.device)))) and failed is None:
+            raise MainFailed(main_code)
         if failed is not None:
             raise failed
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter import files
+from drafter import files, run_files
 from drafter.contracts import Counts, IndexEntry, cut
 from drafter.errors import ContractError, RowError
 from drafter.extract import states
@@ -22,7 +22,6 @@ from drafter.train import row_file
 from drafter.train.attention import Documents
 from drafter.train.batch import ANSWER, REASONING, Pack
 
-INDEX = "index.jsonl"
 WINDOW = 512  # rows that are packed together
 
 
@@ -73,13 +72,15 @@ def read_index(folder: Path) -> list[IndexEntry]:
     """Raises ContractError on a record that is not an index entry, or on a row that is listed twice."""
     entries: dict[str, IndexEntry] = {}
     try:
-        for record in files.read_jsonl(folder / INDEX):
+        for record in files.read_jsonl(folder / run_files.INDEX):
             entry = IndexEntry.from_record(record)
             if entries.setdefault(entry.row_id, entry) is not entry:
                 raise ContractError(f"row {entry.row_id} is listed twice")
         return list(entries.values())
     except (FileNotFoundError, ContractError) as error:
-        raise ContractError(f"{folder / INDEX}: {error}; 02_extract_hidden_states.py writes it again") from None
+        raise ContractError(
+            f"{folder / run_files.INDEX}: {error}; 02_extract_hidden_states.py writes it again"
+        ) from None
 
 
 def split_rows(rows: list[Example], share: float) -> tuple[list[Example], list[Example]]:

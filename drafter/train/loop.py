@@ -193,8 +193,8 @@ class Training:
             sums += stats
         norm = self.optimizer.clip()
         # One transfer for each step brings all numbers to the host, before the update.
-        said = self._said()
-        sums = self.ranks.sum(torch.cat([sums.flatten(), said]))
+        flags = self._signal_flags()
+        sums = self.ranks.sum(torch.cat([sums.flatten(), flags]))
         *flat, norm = torch.cat([sums, norm.reshape(1).to(sums.dtype)]).tolist()
         if not math.isfinite(norm):
             names = [row.entry.row_id for rows, _ in share for row in rows]
@@ -209,7 +209,7 @@ class Training:
         self.position.step = step.number
         self.position.tokens += step.tokens
         self.position.seconds_per_step = seconds
-        counts, received = flat[: -len(said)], flat[-len(said) :]
+        counts, received = flat[: -len(flags)], flat[-len(flags) :]
         figures = step_figures(torch.tensor(counts).view(2, train.ttt_steps, len(draft_model.STATS)).sum(0))
         figures = {
             "epoch": step.epoch,
@@ -227,18 +227,18 @@ class Training:
             self.metrics.write("train", step.number, figures)
         return figures | {"stop": self._received(received)}
 
-    def _said(self) -> torch.Tensor:
+    def _signal_flags(self) -> torch.Tensor:
         """The signal that this rank received, one-hot: summed over ranks, so that all stop at the same step."""
-        said = [float(self.signal == signum) for signum in signals.SIGNALS]
-        return torch.tensor(said, device=self.ranks.device)
+        flags = [float(self.signal == signum) for signum in signals.SIGNALS]
+        return torch.tensor(flags, device=self.ranks.device)
 
     def _stop(self) -> int:
-        return self._received(self.ranks.sum(self._said()).tolist())
+        return self._received(self.ranks.sum(self._signal_flags()).tolist())
 
     @staticmethod
-    def _received(said: list[float]) -> int:
+    def _received(flags: list[float]) -> int:
         """The signal that any rank received, or 0."""
-        return next((signum for signum, ranks in zip(signals.SIGNALS, said, strict=True) if ranks), 0)
+        return next((signum for signum, ranks in zip(signals.SIGNALS, flags, strict=True) if ranks), 0)
 
     def _saves(self, step: int) -> bool:
         return step > 0 and (step % self.config.train.save_every == 0 or step == len(self.dataset.schedule.steps))

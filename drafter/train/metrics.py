@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafter import files
+from drafter import files, run_files
 from drafter.train.batch import ANSWER, REASONING
 
 
@@ -49,7 +49,7 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, step: int, validated: int):
-        path, last = folder / "metrics.jsonl", {"train": step, "validation": validated}
+        path, last = folder / run_files.METRICS, {"train": step, "validation": validated}
         if path.exists():
             files.write_text(path, "".join(f"{line}\n" for line in _up_to(path, last)))
         self._journal = files.Journal(path)

@@ -1,9 +1,10 @@
 """Stage 04: train the drafter. The checks and the manifest around the training loop."""
 
+from drafter import run_files
 from drafter.errors import ContractError, ResumableError, StageError
 from drafter.stage import Stage, read_manifest, say
 from drafter.target import eagle3_folder, weights_fingerprint
-from drafter.train import checkpoint, examples
+from drafter.train import checkpoint
 from drafter.train.dataset import Dataset, read_dataset
 from drafter.train.resume import check_resumable
 
@@ -28,8 +29,8 @@ def run(stage: Stage) -> dict:
         rows = [dataset.schedule.fingerprint, *(row.entry.row_id for row in dataset.validation)]
         if not ranks.all(ranks.decide(lambda: rows) == rows):
             raise ResumableError(
-                f"the ranks read different rows from {dataset.folder / examples.INDEX}: one host still sees an older "
-                "file; run the same command again"
+                f"the ranks read different rows from {dataset.folder / run_files.INDEX}: one host still sees an "
+                "older file; run the same command again"
             )
 
         def look() -> tuple[bool, dict | None]:
@@ -60,7 +61,7 @@ def dry_run(stage: Stage) -> dict:
     """What `run` would do, and what is missing. `refused`: why it would stop before its first step."""
     config, findings, pending, refused = stage.config, [], 1, {}
     folder = config.stage_dir("02_hidden_states")
-    if not (folder / examples.INDEX).exists():
+    if not (folder / run_files.INDEX).exists():
         findings.append(f"no hidden states in {folder}")
     else:
         try:

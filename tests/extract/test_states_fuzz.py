@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter import contracts
+from drafter import contracts, run_files
 from drafter.errors import ContractError, RowError
 from drafter.extract import stage as extract
 from drafter.extract import states, worklist
@@ -128,14 +128,14 @@ def test_a_damaged_index_is_refused_or_read_as_it_is(tmp_path):
     other = captured.row_id(2)
     refused = 0
     for content in lines_of(entry.to_record() | {"row_id": other}):
-        (tmp_path / examples.INDEX).write_bytes(content)
+        (tmp_path / run_files.INDEX).write_bytes(content)
         try:
             for found in examples.read_index(tmp_path):
                 assert all(0 <= start < end <= found.tokens for start, end in found.supervised)
                 assert isinstance(found.row_id, str) and isinstance(found.path, Path)
         except ContractError as error:
             refused += 1
-            one_line(error, str(tmp_path / examples.INDEX))
+            one_line(error, str(tmp_path / run_files.INDEX))
     assert refused > 100
 
 

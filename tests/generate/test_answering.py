@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from drafter import config, contracts, files
+from drafter import config, contracts, files, run_files
 from drafter.errors import ConfigError, RowError
 from drafter.generate import chat, prompts, replay, rows
 from tests import fakes, tiny_models
@@ -168,7 +168,7 @@ def test_the_dry_run_draws_and_counts_what_the_run_does(lab, capsys):
         assert planned["sources"] == made["facts"]["sources"]
         assert planned["pending"] == len(lab.records) - done
         assert planned["requests"] == made["out"]
-        held = Counter(record["source"] for record in files.read_jsonl(lab.stage / prompts.HELD_OUT))
+        held = Counter(record["source"] for record in files.read_jsonl(lab.stage / run_files.HELD_OUT))
         assert made["facts"]["held_out"] == dict(held)
         if "b" in held:
             assert held["a"] >= 1 and held["b"] >= held["a"]

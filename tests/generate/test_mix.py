@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter import config, files
+from drafter import config, files, run_files
 from drafter.errors import ConfigError
-from drafter.generate import prompts
 from drafter.generate.mix import materialise, shares
 
 CPU_CONFIG = config.ROOT / "configs/smollm2_cpu.yaml"
@@ -30,7 +29,7 @@ def run_config(folder: Path, *sources: dict, held_out: int = 4, **acceptance) ->
 
 def held_by_source(folder: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for record in files.read_jsonl(folder / prompts.HELD_OUT):
+    for record in files.read_jsonl(folder / run_files.HELD_OUT):
         found.setdefault(record["source"], set()).add(record["conv_id"])
     return found
 
@@ -120,16 +119,16 @@ def test_a_run_of_a_version_without_shares_keeps_its_held_out_conversations(tmp_
         write(tmp_path / f"{name}.jsonl", good(30, name))
     out, both = tmp_path / "out", run_config(tmp_path, {"name": "a"}, {"name": "b"}, held_out=4)
     materialise(run_config(tmp_path, {"name": "a"}, held_out=4), out)  # all four of one source
-    before = (out / prompts.HELD_OUT).read_bytes()
+    before = (out / run_files.HELD_OUT).read_bytes()
 
     def held_by_version_without_shares(requests_of_b: int) -> None:
-        (out / prompts.HELD_OUT).write_bytes(before)
+        (out / run_files.HELD_OUT).write_bytes(before)
         sources = {"a": {"requests": 26, "rejected": {}}, "b": {"requests": requests_of_b, "rejected": {}}}
-        files.write_json(out / prompts.META, {"key": "0" * 32, "sha256": "", "sources": sources})
+        files.write_json(out / run_files.PROMPTS_META, {"key": "0" * 32, "sha256": "", "sources": sources})
 
     held_by_version_without_shares(30)
     assert materialise(both, out)["held_out"] == {"a": 4}
-    assert (out / prompts.HELD_OUT).read_bytes() == before
+    assert (out / run_files.HELD_OUT).read_bytes() == before
     held_by_version_without_shares(0)  # a source that it could not read
     assert materialise(both, out)["held_out"] == {"a": 2, "b": 2}
 

@@ -8,7 +8,7 @@ import random
 import pyarrow.parquet
 import pytest
 
-from drafter import files
+from drafter import files, run_files
 from drafter.config import Source
 from drafter.errors import ConfigError, StageError
 from drafter.generate import prompts, sources
@@ -86,7 +86,7 @@ def test_damaged_records_are_requests_or_named_rejections(tmp_path, turns, mode)
     assert 50 < len(broken) < 600 and meta["sources"]["s"]["conversations"] == 605
     for record in broken:
         assert record["detail"].startswith(f"{tmp_path}/s.jsonl line ") and len(record["detail"]) <= prompts.DETAIL
-    for record in files.read_jsonl(tmp_path / "out" / prompts.PROMPTS):
+    for record in files.read_jsonl(tmp_path / "out" / run_files.PROMPTS):
         for message in record["messages"]:
             assert message["role"] in ("system", "user", "assistant", "tool")
             assert isinstance(message["content"], str) or message == OWN_ANSWER

@@ -7,7 +7,7 @@ from datetime import datetime
 import pyarrow.parquet
 import pytest
 
-from drafter import config, files
+from drafter import config, files, run_files
 from drafter.config import Source
 from drafter.errors import ConfigError, ResumableError, RowError
 from drafter.generate import prompts, record_files, sources
@@ -182,7 +182,7 @@ def test_one_request_a_content_whatever_its_spelling(tmp_path):
         ],
     )
     materialise(mix(tmp_path, {"name": "s"}), tmp_path / "out")
-    assert len(Requests(tmp_path / "out" / prompts.PROMPTS)) == 2
+    assert len(Requests(tmp_path / "out" / run_files.PROMPTS)) == 2
     assert rejected(tmp_path / "out").count(("s", "duplicate")) == 3
 
 
@@ -190,7 +190,7 @@ def test_one_request_a_content_whatever_its_spelling(tmp_path):
 
 
 def ids(folder) -> list[str]:
-    return [record["row_id"] for record in files.read_jsonl(folder / prompts.PROMPTS)]
+    return [record["row_id"] for record in files.read_jsonl(folder / run_files.PROMPTS)]
 
 
 def test_neither_the_order_of_a_source_nor_of_the_sources_matters(tmp_path):
@@ -228,12 +228,12 @@ def test_what_is_measured_is_held_out_with_all_its_turns(tmp_path):
                                  for i in range(20)])  # fmt: skip
     out = tmp_path / "out"
     meta = materialise(mix(tmp_path, {"name": "s", "turns": "all"}, held_out=4), out)
-    held = {record["conv_id"] for record in files.read_jsonl(out / prompts.HELD_OUT)}
-    asked = {record["conv_id"] for record in files.read_jsonl(out / prompts.PROMPTS)}
+    held = {record["conv_id"] for record in files.read_jsonl(out / run_files.HELD_OUT)}
+    asked = {record["conv_id"] for record in files.read_jsonl(out / run_files.PROMPTS)}
     assert len(held) == 4
     assert not held & asked
     assert meta["sources"]["s"] == {"conversations": 20, "requests": 32, "rejected": {"held_out": 8}}
-    for record in files.read_jsonl(out / prompts.HELD_OUT):
+    for record in files.read_jsonl(out / run_files.HELD_OUT):
         assert set(record) == {"conv_id", "source", "messages", "tools"}
         assert [message["role"] for message in record["messages"]] == ["user"]
 
@@ -244,7 +244,7 @@ def test_conversations_held_out_before_stay_held_out(tmp_path):
     held = []
     for count, keep in ((10, 3), (50, 3), (50, 5)):
         materialise(mix(tmp_path, {"name": "s", "count": count}, held_out=keep), out)
-        held.append({record["conv_id"] for record in files.read_jsonl(out / prompts.HELD_OUT)})
+        held.append({record["conv_id"] for record in files.read_jsonl(out / run_files.HELD_OUT)})
     assert held[0] == held[1] < held[2]
 
 
@@ -254,7 +254,7 @@ def test_measuring_prompts_of_their_own_are_held_out_of_the_sources(tmp_path):
     out = tmp_path / "out"
     materialise(mix(tmp_path, {"name": "s"}, prompts=[{"name": "e", "path": str(tmp_path / "e.jsonl")}]), out)
     assert rejected(out) == [("s", "held_out")]
-    assert len(list(files.read_jsonl(out / prompts.HELD_OUT))) == 2
+    assert len(list(files.read_jsonl(out / run_files.HELD_OUT))) == 2
 
 
 def test_holding_out_everything_is_refused(tmp_path):
@@ -308,7 +308,7 @@ def test_the_sources_are_read_once_and_never_needed_again(tmp_path, monkeypatch)
     first = materialise(config_, tmp_path / "out")
     monkeypatch.setattr(sources, "read_source", failing)
     assert materialise(config_, tmp_path / "out") == first
-    assert first["sha256"] == files.sha256_file(tmp_path / "out" / prompts.PROMPTS)
+    assert first["sha256"] == files.sha256_file(tmp_path / "out" / run_files.PROMPTS)
 
 
 def test_a_source_that_was_edited_is_read_again(tmp_path):

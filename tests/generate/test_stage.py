@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drafter import cli, config, contracts, files, progress
+from drafter import cli, config, contracts, files, progress, run_files
 from drafter.generate import answering, chat, mix, prompts, rows
 from drafter.generate import stage as generate
 from drafter.pipeline import deadline as until
@@ -153,7 +153,7 @@ def hold_out(lab: Lab) -> None:
 
 
 def by_question(lab: Lab) -> dict[str, dict]:
-    asked = {r["row_id"]: r["messages"][-1]["content"] for r in files.read_jsonl(lab.stage / prompts.PROMPTS)}
+    asked = {r["row_id"]: r["messages"][-1]["content"] for r in files.read_jsonl(lab.stage / run_files.PROMPTS)}
     return {asked[row_id]: record for row_id, record in lab.records.items()}
 
 
@@ -349,7 +349,7 @@ def test_a_malformed_reply_costs_its_row_and_nothing_else(lab, spoil, reason):
     lab.tree["acceptance"]["held_out"] = 1
     lab.add_source(questions(10))
     assert lab.run() == 0
-    held = {r["messages"][-1]["content"] for r in files.read_jsonl(lab.stage / prompts.HELD_OUT)}
+    held = {r["messages"][-1]["content"] for r in files.read_jsonl(lab.stage / run_files.HELD_OUT)}
     assert "q 5 turn 0?" not in held
     assert lab.rejected == {"held_out": 1, reason: 1}
     assert "q 5 turn 0?" not in by_question(lab)
@@ -517,7 +517,7 @@ def test_more_prompts_change_only_what_is_left_to_do(lab):
     lab.tree["prompts"][0]["count"] = 25
     assert lab.run() == 0
     assert before.items() <= lab.records.items()
-    held = {r["conv_id"] for r in files.read_jsonl(lab.stage / prompts.HELD_OUT)}
+    held = {r["conv_id"] for r in files.read_jsonl(lab.stage / run_files.HELD_OUT)}
     assert len(lab.records) + len(held) == 25
 
 
@@ -1102,7 +1102,7 @@ class ServedLab(Lab):
 
     @property
     def asked(self) -> dict[str, dict]:
-        return {record["row_id"]: record for record in files.read_jsonl(self.stage / prompts.PROMPTS)}
+        return {record["row_id"]: record for record in files.read_jsonl(self.stage / run_files.PROMPTS)}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafter import contracts
+from drafter import contracts, run_files
 from drafter.config import Target
 from drafter.errors import ContractError
 from drafter.extract import states
@@ -492,10 +492,10 @@ def test_a_file_or_an_index_that_is_gone_is_named_with_the_stage_that_makes_it(s
     twice = json.dumps(record).encode()
     for content in (None, b"{", b"{}", b"[]", *lines, twice + b"\n" + twice):
         if content:
-            (folder / examples.INDEX).write_bytes(content + b"\n")
+            (folder / run_files.INDEX).write_bytes(content + b"\n")
         with pytest.raises(ContractError, match="02_extract"):
             examples.read_index(folder)
-    (folder / examples.INDEX).write_bytes(twice + b"\n")
+    (folder / run_files.INDEX).write_bytes(twice + b"\n")
     assert examples.read_index(folder) == [rows[0].entry]
 
 

@@ -188,7 +188,7 @@ def throughput(found: RunState) -> list[str]:
 def lengths(found: RunState) -> str:
     """Tokens of each row, all of it and what training sees of it."""
     index = checked.records_or_empty(
-        found.config.stage_dir("02_hidden_states") / "index.jsonl", run_files.Indexed, HISTOGRAM_ROWS
+        found.config.stage_dir("02_hidden_states") / run_files.INDEX, run_files.Indexed, HISTOGRAM_ROWS
     )
     if not index:
         return ""
@@ -245,7 +245,7 @@ def rows(found: RunState) -> str:
         return ""
     counted: Counter = Counter()
     for name in STAGES[:2]:
-        for record in checked.records_or_empty(found.config.stage_dir(name) / "rejected.jsonl", run_files.Rejected):
+        for record in checked.records_or_empty(found.config.stage_dir(name) / run_files.REJECTED, run_files.Rejected):
             counted[name, record.get("source", ""), record.get("reason", "")] += 1
     reasons: dict[str, list[list]] = {"rejected in": [], "not asked in": []}
     for key, count in sorted(counted.items()):
