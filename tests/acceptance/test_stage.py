@@ -304,7 +304,7 @@ def test_a_dry_run_says_what_is_missing(tmp_path, drafter):
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "run.name=new"])
     plan = acceptance.dry_run(the_stage(run))
     assert plan["pending"] == 2
-    assert "no held-out prompts" in plan["findings"][0]
+    assert "held_out.jsonl is missing" in plan["findings"][0]
 
 
 @pytest.mark.parametrize("name", ["grid", "published"])
