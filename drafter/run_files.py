@@ -159,6 +159,14 @@ class Progressed(TypedDict):
 
 
 @OPEN
+class Boot(TypedDict):
+    """A line of boots.jsonl"""
+
+    model: str
+    seconds: Annotated[float, Field(gt=0, le=1e6)]
+
+
+@OPEN
 class Metric(TypedDict):
     """A line of metrics.jsonl"""
 

@@ -27,6 +27,7 @@ from drafter.target import eagle3_folder
 
 QUESTION = ("target.model", "target.chat_template_kwargs")
 SMOKE_SECONDS = 300
+LEAST_SECONDS = 1  # of the budget that are worth a server start
 SMOKE_LENGTH = 1.05  # random weights reach this if their favourite token is a comma
 
 
@@ -156,19 +157,20 @@ def measure_units(stage: Stage, drafters: dict[str, Path | None], sets: PromptSe
     """Measure units, with one server start for each drafter and draft length.
 
     Every start, and every unit of it, gets an equal share of the remaining time, so that a slow drafter does not use
-    up the time of the others.
+    up the time of the others. The budget runs while a server is ready, so a slow start takes nothing from it.
     """
     config = stage.config
-    deadline = time.monotonic() + config.acceptance.budget_minutes * 60
+    left = config.acceptance.budget_minutes * 60
     starts: dict[tuple[str, int], list[Measurement]] = {}
     for unit in units:
         starts.setdefault((unit.drafter, unit.num_speculative_tokens), []).append(unit)
     for number, ((label, tokens), group) in enumerate(starts.items()):
-        end = _share(deadline, len(starts) - number)
-        if time.monotonic() >= deadline:
+        if left < LEAST_SECONDS:
             break
         log_file = stage.folder / f"server-{_short(label)}-{tokens}.log"
         with roles.serving(config, "evaluate", drafters[label], tokens or 1, log_file):
+            ready = time.monotonic()
+            end = ready + left / (len(starts) - number)
             for position, unit in enumerate(group):
                 say(
                     "measurement %d of %d: %s, %d tokens a draft, %s, concurrency %d",
@@ -183,6 +185,7 @@ def measure_units(stage: Stage, drafters: dict[str, Path | None], sets: PromptSe
                 check_result(unit, decoded)
                 if decoded.replies:
                     files.write_json(result_path(stage, unit), decoded.to_record())
+            left -= time.monotonic() - ready
 
 
 def _short(label: str) -> str:

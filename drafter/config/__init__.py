@@ -249,7 +249,7 @@ class Acceptance(Section):
     )
     max_tokens: PositiveInt = Field(1024, description="tokens of an answer at most")
     max_prompts: PositiveInt = Field(40, description="of each prompt set")
-    budget_minutes: Minutes = Field(90, description="minutes, server starts included")
+    budget_minutes: Minutes = Field(90, description="minutes of measuring, server starts not included")
     smoke: bool = Field(True, description="the pipeline serves an untrained warm start once, before the first night")
 
 

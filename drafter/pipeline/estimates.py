@@ -110,16 +110,15 @@ def _training(config: Config, known: Rates, size: Sizes, trained: Range, validat
 
 
 def _acceptance(config: Config, known: Rates) -> Estimate:
-    """Estimate of 06: every prompt set in every cell for every drafter, at most the budget with server starts."""
+    """Estimate of 06: every prompt set in every cell for every drafter, at most the budget, and the server starts."""
     acceptance = config.acceptance
     budget, usual = acceptance.budget_minutes * 60, acceptance.cells[0].concurrency
     work = Range.point(0)
     for _, _, concurrency, _ in _measurements(config):
         for count in _prompt_counts(config):
             work += Range.point(count).over(in_flight(known.evaluate, min(concurrency, count) / usual))
-    starts = Range(*(min(each, budget) for each in astuple(known.start_seconds * num_server_starts(config))))
-    within = (min(each, budget - start) for each, start in zip(astuple(work), astuple(starts), strict=True))
-    return Estimate("06_acceptance", Range(*within), starts, 0, 0)
+    within = Range(*(min(each, budget) for each in astuple(work)))
+    return Estimate("06_acceptance", within, known.start_seconds * num_server_starts(config), 0, 0)
 
 
 def _measurements(config: Config) -> set[tuple[str, int, int, float | None]]:

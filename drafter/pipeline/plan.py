@@ -199,6 +199,7 @@ def _counted_with(config: Config, platform: Profile, known: Rates, count: Sizes,
         lines.append(
             f"  {name}: {rate.typical:,.0f} tok/s ({rate.low:,.0f} to {rate.high:,.0f}), {known.sources[name]}"
         )
+    lines.append(f"  a server start: {duration(known.start_seconds)}, {known.sources['start']}")
     lines += _of_the_disk(config, known, count, parts)
     generation = next(part for part in parts if part.stage == "01b_synthetic")
     if "generate" not in known.measured:

@@ -270,15 +270,6 @@ def event(config: Config) -> Iterator[str]:
             yield f"run.on_event: {' '.join(done.stderr.split())}"
 
 
-def budget(config: Config) -> Iterator[str]:
-    """The budget of 06 is longer than its server starts, so that each start leaves time to measure."""
-    _ = config.target.architecture  # raises ConfigError without a model, whose start time is unknown
-    known = rates.measured_or(config, rates.profile(rates.default_profile(config)))
-    minutes, starts = config.acceptance.budget_minutes, estimates.num_server_starts(config)
-    if minutes <= starts * (start := known.start_seconds.typical / 60):
-        yield f"acceptance.budget_minutes: {minutes:g} are not enough for {starts} server starts of about {start:.1f}"
-
-
 def space(config: Config) -> Iterator[str]:
     """The hidden states fit the free disk minus the reserve."""
     _ = config.target.architecture  # raises ConfigError without a model, whose row size is unknown
@@ -351,7 +342,6 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("04_train",), training),
     (("06_acceptance",), versions),
     (("06_acceptance",), drafting),
-    (("06_acceptance",), budget),
     (("06_acceptance",), engine_check.findings),
     (("02_hidden_states",), space),
 )

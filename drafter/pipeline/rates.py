@@ -12,6 +12,7 @@ from drafter.config import Config
 from drafter.errors import ConfigError, StageError
 from drafter.pipeline import disk_rate, kv_room
 from drafter.pipeline.profiles import LARGE_MODEL, Profile, Range, mean_when_cut, profile, profiles
+from drafter.serve import boot_times
 
 EXPORT_SECONDS = Range(3, 7, 20)  # imports, and the logits of two rows
 EXPORT_BYTES_PER_S = Range(3e7, 1.5e8, 3.5e8)  # 6 bytes a parameter: fp32 is read, bf16 written
@@ -55,7 +56,11 @@ def of_profile(config: Config, platform: Profile) -> Rates:
         evaluate=_evaluate(config, platform, platform.generate_tokens_per_s),
         export=EXPORT_SECONDS + Range.point(platform.model["drafter_parameters"] * 6).over(EXPORT_BYTES_PER_S),
         sources=dict.fromkeys(OF_PROFILE, f"profile {platform.title}")
-        | {"evaluate": "counted from generate", "export": "counted from the drafter's size"},
+        | {
+            "start": f"profile {platform.title}",
+            "evaluate": "counted from generate",
+            "export": "counted from the drafter's size",
+        },
     )
 
 
@@ -98,6 +103,10 @@ def measured_or(config: Config, platform: Profile) -> Rates:
         spread = Range(0.8 * value, value, 1.25 * value)
         changed: dict[str, Any] = {name: spread, "sources": rates.sources | {name: f"measured in run {run}"}}
         rates = dataclasses.replace(rates, **changed)
+    if boots := boot_times.seconds_of(config):
+        spread = Range(boots[0], boots[len(boots) // 2], boots[-1])
+        starts = {"start": f"measured at the last {len(boots)} starts"}
+        rates = dataclasses.replace(rates, start_seconds=spread, sources=rates.sources | starts)
     steps_only = rates.train_steps_only and "train" not in measured
     disk = disk_rate.bytes_per_second(config) if steps_only else None
     rates = dataclasses.replace(rates, measured=frozenset(measured), train_steps_only=steps_only, disk=disk)

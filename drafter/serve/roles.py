@@ -24,7 +24,7 @@ from typing import Any, get_args
 from drafter import files, gpu, model_folder, signals, stage
 from drafter.config import Config, Role, Server
 from drafter.errors import ConfigError, ResumableError
-from drafter.serve import address, command_server, readiness, server_record, systemd, unit_check
+from drafter.serve import address, boot_times, command_server, readiness, server_record, systemd, unit_check
 from drafter.serve.readiness import Cause, Unready
 from drafter.serve.vllm_command import command
 
@@ -84,7 +84,7 @@ def up(
     that fails leaves no process.
     """
     server = config.server(role)
-    started = False
+    started, boots = False, server.kind != "external" and not alive(config, role)
     if server.kind == "systemd":
         if _relink(config, role) and systemd.is_active(server):
             log.info("%s writes to another run's folder: restarting it for this run", server.unit)
@@ -96,15 +96,17 @@ def up(
         line = command(config, role, drafter, num_speculative_tokens)
         started = command_server.start(config, role, line, log_file, alone)
     try:
-        wait(config, role, wanted)
+        began = time.monotonic()
+        if wait(config, role, wanted) and boots:
+            boot_times.record(config, role, time.monotonic() - began)
     except BaseException:
         if started:
             down(config, role)
         raise
 
 
-def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Wait until ready, at most `start_minutes`.
+def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) -> bool:
+    """Wait until ready, at most `start_minutes`. Returns whether it is, or False if it is no longer `wanted`.
 
     Raises ConfigError for a server that is up and unfit for this run, else ResumableError, after logging the end of
     the server's log.
@@ -117,7 +119,7 @@ def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) 
         waited = time.monotonic() - started
         if not wanted():
             log.info("server %s: no longer needed, not waiting for it", role)
-            return
+            return False
         if not alive(config, role) or restarts_of(server) - restarts >= GIVE_UP_RESTARTS:
             raise ResumableError(f"server {role} died while starting: {_show_tail(config, role)}")
         if reason.cause is not Cause.UNFIT:
@@ -134,6 +136,7 @@ def wait(config: Config, role: Role, wanted: Callable[[], bool] = lambda: True) 
     if server.kind == "command":
         command_server.mark_ready(config, role)
     log.info("server %s is ready after %.0f s", role, time.monotonic() - started)
+    return True
 
 
 def down(config: Config, role: Role, hangs: bool = False) -> None:

@@ -241,6 +241,31 @@ def test_a_budget_that_allows_nothing_is_resumable_and_not_a_success(tmp_path, d
         acceptance.run(the_stage(run))
 
 
+def test_the_budget_runs_only_while_a_server_is_ready(tmp_path, drafter, monkeypatch):
+    """Two boots of 22 minutes took 44 of 90 minutes, and longer ones left nothing to measure in."""
+    run = make_run(tmp_path, drafter, "acceptance.drafters=[warm_start, run]", "acceptance.budget_minutes=10")
+    now, allowed = [0.0], []
+    monkeypatch.setattr(acceptance.time, "monotonic", lambda: now[0])
+
+    @contextlib.contextmanager
+    def serving(*_):
+        now[0] += 3600
+        yield
+
+    def decode_prompts(_config, _settings, _records, _concurrency, until, _advance):
+        allowed.append(until - now[0])
+        now[0] += 60
+        return Decoded.from_record(fake_result())
+
+    monkeypatch.setattr(acceptance.roles, "serving", serving)
+    monkeypatch.setattr(acceptance, "decode_prompts", decode_prompts)
+    monkeypatch.setattr(acceptance, "check_result", lambda *_: None)
+    acceptance.measure_units(
+        the_stage(run), acceptance.find_drafters(run), prompt_sets.read_prompt_sets(run), units(run)
+    )
+    assert allowed == [300, 540], "half of it, then what the first has left"
+
+
 def test_a_server_that_refuses_everything_or_counts_nothing_is_not_measured():
     unit = comparison.Measurement("run", "s", 8, 3, 0.0, "key")
     silent = Decoded([], Counters(), 1.0, {"c": "400: min_p"}, 0)

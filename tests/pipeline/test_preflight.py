@@ -135,10 +135,6 @@ def test_an_engine_is_asked_once_for_all_runs_and_again_for_another_version_or_o
         ("servers.generate.args={}", None),
         ("generate.max_tokens=1023", None),
         ("extract.queue_gb=100000", "of states would wait in this machine's"),
-        (
-            "acceptance.budget_minutes=1",
-            "budget_minutes: 1 are not enough for 2 server starts of about 0.6",
-        ),
         ("run.on_event='echo \"$EVENT'", "run.on_event: /bin/sh: "),
         ("train.l2_sp=0.1", "train.l2_sp needs a warm start"),
         ("train.draft_vocab_size=50000", "train.draft_vocab_size: 50000 is more than the target's 49152 tokens"),
@@ -190,7 +186,7 @@ def test_a_model_without_a_chat_template_is_found_before_its_server_boots(load, 
 
 def test_a_model_that_is_not_here_is_one_finding(load):
     """How long its server would take, and what its rows, is then unknown and no finding."""
-    findings = found(load("target.model=/nowhere", "acceptance.budget_minutes=1", "extract.reserve_gb=1000000"))
+    findings = found(load("target.model=/nowhere", "extract.reserve_gb=1000000"))
     assert findings == ["target.model: no model at /nowhere (no config.json there)"]
 
 

@@ -22,7 +22,17 @@ import pytest
 from drafter import config, files, locks, process
 from drafter.errors import ConfigError, ResumableError
 from drafter.pipeline import preflight, supervise
-from drafter.serve import address, client, command_server, readiness, roles, server_record, systemd, vllm_command
+from drafter.serve import (
+    address,
+    boot_times,
+    client,
+    command_server,
+    readiness,
+    roles,
+    server_record,
+    systemd,
+    vllm_command,
+)
 from drafter.serve.readiness import Cause
 from tests.conftest import CPU_CONFIG, free_port
 from tests.fakes import FakeServer
@@ -318,6 +328,18 @@ def test_a_server_that_cannot_serve_this_run_is_refused(role, fake, override, re
     while (found := roles.why_unready(changed, "generate")).cause is Cause.NO_ANSWER:
         time.sleep(0.1)
     assert found.cause is Cause.UNFIT and reason in str(found)
+
+
+def test_only_starts_are_recorded_as_such(role):
+    run_config = role()
+    for _ in range(2):
+        roles.up(run_config, "generate")
+    [seconds] = boot_times.seconds_of(run_config)
+    assert 0 < seconds <= 60
+    failing = role("boot_failure")
+    with pytest.raises(ResumableError):
+        roles.up(failing, "generate")
+    assert boot_times.seconds_of(failing) == [seconds]
 
 
 def test_a_server_that_is_up_and_unfit_is_not_waited_for(role, monkeypatch):
