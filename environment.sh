@@ -1,11 +1,11 @@
 # Sourced by run_pipeline.sh and tests/run.sh from the project's root, for make_environment, which exports
 #   PYTHON  an interpreter that has the requirements: the caller's own (PYTHON=python3 ./run_pipeline.sh),
-#           else .venv, which is made once and again only when a requirements file or its interpreter changes
+#           else .venv, which is made again only when a requirements file or its interpreter changes
 # shellcheck shell=bash
 
 PYTHON_HINT="or name an interpreter that has the packages of requirements.txt: PYTHON=python3 $0"
 
-find_python() {  # the first interpreter that is new enough and can make an environment
+find_python() {  # print the first interpreter that is new enough and can create an environment
   local candidate
   for candidate in python3.12 python3.11 python3 python; do
     if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
@@ -17,7 +17,7 @@ find_python() {  # the first interpreter that is new enough and can make an envi
   return 2
 }
 
-venv_runs() {  # and it is the Python whose packages it holds
+venv_runs() {  # .venv works, and its packages belong to its Python
   .venv/bin/python -c '
 import os, sys
 version = "python%d.%d" % sys.version_info[:2]
@@ -25,14 +25,14 @@ sys.exit(sys.version_info < (3, 11) or not os.path.isdir(os.path.join(sys.prefix
 ' >/dev/null 2>&1
 }
 
-missing_lists() {  # missing_lists LIST...: those that are not installed as they are now
+missing_lists() {  # missing_lists LIST...: print those that are not installed in their current version
   local list
   for list in "$@"; do
     grep -qsxF "$(sha256sum "$list")" .venv/.installed || echo "$list"
   done
 }
 
-check_folder() {  # .venv can be written, and programs in it can be run
+check_folder() {  # .venv is writable and on a file system that runs programs
   local probe=.venv/.probe
   if ! { mkdir -p .venv && printf '#!/bin/sh\n' > "$probe" && chmod +x "$probe"; } 2>/dev/null; then
     echo "$0: $PWD/.venv cannot be written: make it writable, $PYTHON_HINT" >&2
@@ -46,23 +46,23 @@ check_folder() {  # .venv can be written, and programs in it can be run
   rm -f "$probe"
 }
 
-repair_venv() {  # what an older installation left: another Python's is removed, a moved one gets its new paths
+repair_venv() {  # remove a .venv of another Python; rewrite the paths of one that was moved
   [[ -e .venv/bin || -L .venv/bin/python ]] || { rm -f .venv/.installed; return 0; }
   if ! venv_runs; then
     if [[ ! -f .venv/.installed ]]; then
       echo "$0: $PWD/.venv does not work and was not made here: remove it, $PYTHON_HINT" >&2
       return 2
     fi
-    echo "removing .venv: its Python is gone, or another one by now" >&2
+    echo "removing .venv: its Python is gone or was replaced" >&2
     rm -rf .venv/bin .venv/lib .venv/lib64 .venv/include .venv/pyvenv.cfg .venv/.installed
   elif ! grep -qsF "$PWD/.venv" .venv/bin/activate; then
-    echo ".venv comes from another folder: its programs get their new paths" >&2
+    echo ".venv was moved: rewriting the paths in its programs" >&2
     .venv/bin/python -m venv --without-pip .venv || return
     find .venv/bin -type f -exec sed -i "1s|^#!/.*/\.venv/bin/python|#!$PWD/.venv/bin/python|" {} +
   fi
 }
 
-install_into() {  # install_into VENV LIST...: a list named *-nodeps.txt names everything it needs itself
+install_into() {  # install_into VENV LIST...; a list named *-nodeps.txt is installed without dependencies
   local venv=$1 list options
   shift
   for list in "$@"; do
@@ -72,25 +72,25 @@ install_into() {  # install_into VENV LIST...: a list named *-nodeps.txt names e
   done
 }
 
-make_environment() {  # make_environment [LIST...]: .venv with the machine's requirements and these besides
+make_environment() {  # make_environment [LIST...]: .venv with the requirements for this machine and these lists
   [[ -z ${PYTHON:-} ]] || return 0
   local lists list python
   if nvidia-smi -L >/dev/null 2>&1; then lists=(requirements.txt requirements-nodeps.txt); else lists=(requirements-cpu.txt requirements-cpu-nodeps.txt); fi
   lists+=("$@")
-  # What is whole needs neither a lock nor a folder that can be written.
+  # A complete .venv needs neither a lock nor a writable folder.
   if [[ -n $(missing_lists "${lists[@]}") ]] || ! venv_runs || ! grep -qsF "$PWD/.venv" .venv/bin/activate; then
     check_folder || return
     exec 9> .venv/.lock
-    flock 9 || return # two commands at once would install into each other
+    flock 9 || return # two commands must not install at the same time
     repair_venv || return
     for list in $(missing_lists "${lists[@]}"); do
       if [[ ! -x .venv/bin/python ]]; then
         python=$(find_python) || return
-        echo "making .venv with $python; the first installation takes some minutes" >&2
+        echo "creating .venv with $python; the first installation takes a few minutes" >&2
         "$python" -m venv .venv || return
       fi
       install_into .venv "$list" || return
-      # Only a finished installation is remembered; an interrupted one is taken up again.
+      # Record only a finished installation, so that an interrupted one is continued.
       sed -i "\|  $list\$|d" .venv/.installed 2>/dev/null || true
       sha256sum "$list" >> .venv/.installed
     done

@@ -68,7 +68,7 @@ def test_one_mistake_is_one_error(override):
         ("extract.concurrency=0", "greater than 0"),
         ("servers.extract.kind=systemd", "unit"),
         ("nonsense", "section.key=value"),
-        ("prompts.7.count=1", "no such place"),
+        ("prompts.7.count=1", "no such key"),
         ("run.name=../up", "run.name"),
         ("prompts=[", "is not YAML"),
         ("generate.temperature=.inf", "finite"),
@@ -119,7 +119,7 @@ def test_one_mistake_is_one_error(override):
         ("generate.max_tokens=!!int 12:30", "a tag in line 1"),
         ("generate.max_tokens=!!int", "a tag in line 1"),
         ("generate.temperature=!!bool x", "a tag in line 1"),
-        ("train={lr: 0.1, epochs: 2, lr: 0.2}", "the key lr is there twice"),
+        ("train={lr: 0.1, epochs: 2, lr: 0.2}", "the key lr is given twice"),
     ],
 )
 def test_a_bad_value_is_one_line_that_names_its_place(override, said):
@@ -164,7 +164,7 @@ def test_a_key_that_is_there_twice_is_refused_with_both_its_lines(tmp_path):
     """The later one once won in silence; what an alias brings may still be changed."""
     (path := tmp_path / "config.yaml").write_text(DEFAULT.read_text() + "run:\n  name: other\n")
     line = len(path.read_text().splitlines()) - 1
-    with pytest.raises(ConfigError, match=f"the key run is there twice, line 2 and line {line}: take one out$"):
+    with pytest.raises(ConfigError, match=f"the key run is given twice, in line 2 and line {line}: remove one$"):
         config.load(path)
     assert config.load(config.ROOT / "configs/smollm2_gpu.yaml").servers.extract.url == "http://127.0.0.1:8102"
 
@@ -362,7 +362,7 @@ def test_a_tilde_is_the_home_folder_in_every_path_of_a_config(tmp_path, monkeypa
         assert loaded.value(key) == str(tmp_path / value[2:]), key
     assert loaded.prompts[0].path == tmp_path / "p.jsonl"
     assert loaded.acceptance.drafters == ("none", str(tmp_path / "drafter")) and loaded.train.lr == 0.01
-    with pytest.raises(ConfigError, match="run.dir: ~nobody-here/x: no home folder of that user is known"):
+    with pytest.raises(ConfigError, match="run.dir: ~nobody-here/x: that user has no home folder"):
         config.load(DEFAULT, ["run.dir=~nobody-here/x"])
 
 

@@ -61,7 +61,7 @@ def test_every_shipped_config_loads_and_its_dump_is_the_same_config(path, tmp_pa
 
 
 def test_the_readmes_config_of_ones_own_model_loads_and_needs_the_keys_it_calls_required(tmp_path):
-    section = (ROOT / "configs/README.md").read_text().partition("## A model of your own")[2]
+    section = (ROOT / "configs/README.md").read_text().partition("## Your own model")[2]
     lines = [line for line in section.splitlines() if line.startswith("    ")]
     path = tmp_path / "mine.yaml"
     path.write_text(textwrap.dedent("\n".join(lines)))
@@ -82,7 +82,7 @@ def test_the_readmes_config_of_ones_own_model_loads_and_needs_the_keys_it_calls_
 def test_the_readmes_prompts_of_ones_own_are_read_as_it_says(tmp_path, monkeypatch):
     """Seam B20, B22, U3: each source of the example, with a file as its comment shows, gives requests."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    section = (ROOT / "configs/README.md").read_text().partition("## Prompts of your own")[2].partition("\n## ")[0]
+    section = (ROOT / "configs/README.md").read_text().partition("## Your own prompts")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("    ")]
     tree = yaml.safe_load(textwrap.dedent("\n".join(lines[: lines.index(lines[-1])])))
     records = {

@@ -175,7 +175,7 @@ def test_an_environment_of_another_python_is_remade(project, tmp_path):
     (made / "lib" / version).rename(made / "lib/python3.10")
     done = call([project / "run_pipeline.sh"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[0] == "removing .venv: its Python is gone, or another one by now"
+    assert done.stderr.splitlines()[0] == "removing .venv: its Python is gone or was replaced"
     assert done.stdout.startswith(f"{made} ") and not (made / "lib/python3.10").exists()
     assert (made / f"lib/{version}/site-packages/pip/__init__.py").exists(), "a real one"
     again = call([project / "run_pipeline.sh"], tmp_path)
@@ -201,7 +201,7 @@ def test_a_moved_project_keeps_its_environment_under_new_paths(project, tmp_path
     moved = project.rename(tmp_path / "moved")
     done = call([moved / "run_pipeline.sh"], tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{moved}/.venv {tmp_path}\n"), done.stderr
-    assert done.stderr == ".venv comes from another folder: its programs get their new paths\n"
+    assert done.stderr == ".venv was moved: rewriting the paths in its programs\n"
     assert call([moved / ".venv/bin/tool"], tmp_path).stdout == "here\n"
     shown = call(["bash", "-c", f'source "{moved}/.venv/bin/activate"; echo "$VIRTUAL_ENV"'], tmp_path).stdout
     assert shown == f"{moved}/.venv\n"

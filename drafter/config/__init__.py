@@ -1,6 +1,6 @@
 """The run's schema and its loader: one YAML a run, strict, frozen, overridable from the command line.
 
-By hand: `python -m drafter.config` prints every setting with its default and meaning.
+`python -m drafter.config` prints every setting with its default and meaning.
 """
 
 import difflib
@@ -56,7 +56,7 @@ class Run(Section):
         description="the run's folder in run.dir; another name is another run"
     )
     dir: LocalPath = Field(Path("runs"), description="folder of all runs")
-    seed: NonNegativeInt = Field(0, description="of the choice and order of prompts, of sampling and of training")
+    seed: NonNegativeInt = Field(0, description="seed of prompt order, sampling and training")
     take: dict[StageName, LocalPath] = Field(
         {}, description="finished stages of other runs: stage -> that stage's folder; read, never written"
     )
@@ -65,19 +65,19 @@ class Run(Section):
 
 
 class Target(Section):
-    """What several stages share about the served model."""
+    """The served model, as several stages use it."""
 
     model: LocalPath = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
-    served_name: str = Field(description="what the servers call the model")
+    served_name: str = Field(description="the model's name on the servers")
     layer_ids: tuple[NonNegativeInt, ...] = Field(
-        description="captured layers, vLLM's ids: i is the input of layer i; the last is the number of layers"
+        description="captured layers in vLLM's ids: i is the input of layer i; the last id is the number of layers"
     )
-    max_seq_len: SequenceLength = Field(description="tokens of a training row; the rest is cut off at the end")
+    max_seq_len: SequenceLength = Field(description="tokens of a training row; longer rows are cut at the end")
     chat_template_kwargs: dict[str, JsonValue] = Field({}, description="sent with each request")
     prompt_suffix: tuple[NonNegativeInt, ...] = Field(
         (), description="token ids that each generation prompt ends with"
     )
-    think_end: NonNegativeInt | None = Field(None, description="token id of </think>; none: it does not reason")
+    think_end: NonNegativeInt | None = Field(None, description="token id of </think>; none: no reasoning")
     special_tokens: dict[str, NonNegativeInt] = Field(
         {}, description="text -> id, compared with the served tokenizer and the model's folder"
     )
@@ -100,31 +100,31 @@ class Target(Section):
     def check_special_tokens(self) -> None:
         """The model folder's tokenizer must agree with `special_tokens`. Raises ConfigError."""
         local = read_added_tokens(self.model)
-        told = [("special_tokens", text, token) for text, token in self.special_tokens.items()]
+        expected = [("special_tokens", text, token) for text, token in self.special_tokens.items()]
         if self.think_end is not None:
-            told.append(("think_end", "</think>", self.think_end))
-        for key, text, token in told:
+            expected.append(("think_end", "</think>", self.think_end))
+        for key, text, token in expected:
             if local.get(text, token) != token:
                 raise ConfigError(f"target.{key}: {self.model} has {text!r} as {local[text]}, not as {token}")
 
 
 class Source(Section):
-    """Where conversations come from: a local file or folder (JSON, Parquet, `save_to_disk`), or a hub dataset."""
+    """A source of conversations: a local file or folder (JSON, Parquet, `save_to_disk`), or a hub dataset."""
 
-    name: str = Field(description="in logs, tables and rows")
+    name: str = Field(description="name in logs, tables and rows")
     path: LocalPath | None = Field(None, description="local file or folder; give either this or hub")
     hub: str | None = Field(None, description="dataset on the Hugging Face hub")
     revision: str | None = Field(None, description="the dataset's commit")
     split: str = Field("train", description="the dataset's split")
     count: PositiveInt | None = Field(None, description="conversations drawn; default: all")
     turns: Turns | None = Field(
-        None, description="user turns that are asked; default: by the schema, see docs/data_formats.md"
+        None, description="user turns to answer; default: by the schema, see docs/data_formats.md"
     )
     mode: Literal["regenerate", "replay"] = Field(
-        "regenerate", description="regenerate: the target answers; replay: the given answers are trained on"
+        "regenerate", description="regenerate: the target answers; replay: train on the given answers"
     )
-    columns: dict[Column, str] = Field({}, description="what the source calls them, where a name is unusual")
-    max_bad_share: Share = Field(0.1, description="of its conversations; more that cannot be used are an error")
+    columns: dict[Column, str] = Field({}, description="the source's own names of columns, if they are unusual")
+    max_bad_share: Share = Field(0.1, description="share of conversations that may be unusable; more are an error")
 
     @model_validator(mode="after")
     def _one_origin(self):
@@ -138,7 +138,7 @@ class Source(Section):
 def _distinct(prompts: tuple[Source, ...]) -> tuple[Source, ...]:
     names = [source.name for source in prompts]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two sources are called {twice}: give each a name of its own")
+        raise ValueError(f"two sources are called {twice}: give them different names")
     return prompts
 
 
@@ -158,35 +158,35 @@ class Generate(Section):
     seed_rows: bool = Field(True, description="derive each request's seed from its row id")
     rows_per_shard: PositiveInt = Field(1000, description="rows of a file")
     min_rows: NonNegativeInt = Field(0, description="with a deadline: fewer rows than this are a failure")
-    floor_tokens_per_second: PositiveFloat = Field(2.0, description="of one request; bounds its timeout")
-    max_failure_share: Share = Field(0.05, description="of the requests; more that fail end the stage")
-    outage_minutes: Minutes = Field(60, description="minutes without a server before the stage gives up")
+    floor_tokens_per_second: PositiveFloat = Field(2.0, description="slowest rate of one request; sets its timeout")
+    max_failure_share: Share = Field(0.05, description="share of requests that may fail; more end the stage")
+    outage_minutes: Minutes = Field(60, description="minutes that the stage waits for a server that is down")
 
 
 class Extract(Section):
     dtype: Literal["bf16", "fp8"] = Field(
-        "bf16", description="of stored auxiliary states; fp8 takes 0.63 of the disk"
+        "bf16", description="format of stored auxiliary states; fp8 takes 0.63 of the disk"
     )
     concurrency: Parallel = Field(32, description="requests in flight")
     tokens_per_request: PositiveInt = Field(
-        4096, description="short rows share a request up to this many tokens; a longer row goes alone"
+        4096, description="short rows share a request of up to this many tokens; a longer row has its own"
     )
     reserve_gb: NonNegativeFloat = Field(50, description="disk that stays free, in GB")
-    probe_rows: PositiveInt = Field(4, description="rows of a probe, compared with the target's own head")
+    probe_rows: PositiveInt = Field(4, description="rows of a probe, which compares them with the target's own head")
     rows_per_shard: PositiveInt = Field(1000, description="rows between two probes")
     writer_threads: Parallel = Field(8, description="threads of the server that write files")
     queue_gb: PositiveFloat = Field(
-        4, description="states that wait for the disk before decoding is slowed down, in GB"
+        4, description="states that may wait for the disk before decoding is slowed down, in GB"
     )
     neighbour_ids: bool = Field(False, description="the server also captures ids + 1, stored for probe rows only")
-    max_failure_share: Share = Field(0.02, description="of the rows; more that fail end the stage")
-    outage_minutes: Minutes = Field(60, description="minutes without a server before the stage gives up")
+    max_failure_share: Share = Field(0.02, description="share of rows that may fail; more end the stage")
+    outage_minutes: Minutes = Field(60, description="minutes that the stage waits for a server that is down")
 
 
 class Train(Section):
     warm_start: LocalPath | None = Field(None, description="a native EAGLE-3 folder; none: from scratch")
     draft_vocab_size: PositiveInt | None = Field(
-        None, description="from scratch: the most frequent tokens that the drafter may say; default: all"
+        None, description="from scratch: number of most frequent tokens that the drafter can predict; default: all"
     )
     draft_intermediate_size: PositiveInt | None = Field(None, description="from scratch; default: the target's")
     parallel: Literal["auto", "ddp", "fsdp2"] = Field("auto", description="how ranks share the work")
@@ -194,39 +194,39 @@ class Train(Section):
     epochs: Epochs = Field(1, description="passes over the rows")
     max_steps: PositiveInt | None = Field(None, description="default: all of the epochs")
     tokens_per_step: PositiveInt | None = Field(
-        None, description="of the global batch; default: one pack of max_seq_len for each rank"
+        None, description="tokens of the global batch; default: one pack of max_seq_len for each rank"
     )
     lr: Share = Field(description="peak learning rate: about 1e-3 from scratch, 2e-5 from a warm start")
-    warmup_share: Share = Field(0.05, description="of the steps")
-    min_lr_share: Share = Field(0.0, description="of lr, at the end of the cosine")
+    warmup_share: Share = Field(0.05, description="share of the steps")
+    min_lr_share: Share = Field(0.0, description="share of lr at the end of the cosine")
     weight_decay: Share = Field(0.0, description="AdamW's")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's")
     grad_clip: PositiveFloat = Field(1.0, description="largest norm of the gradient")
     l2_sp: NonNegativeFloat = Field(0.0, description="pull towards the warm start; times lr at most 1")
     trainable: Annotated[tuple[Part, ...], Field(min_length=1)] = Field(
-        ("layer", "fc", "norms", "lm_head"), description="parts that learn; the others stay as they are"
+        ("layer", "fc", "norms", "lm_head"), description="parts that are trained; the others keep their values"
     )
-    ttt_steps: DraftTokens = Field(3, description="guesses in a row that each position is trained on")
-    ttt_decay: Share = Field(1.0, description="weight of each guess relative to the one before it")
+    ttt_steps: DraftTokens = Field(3, description="consecutive draft tokens that each position is trained on")
+    ttt_decay: Share = Field(1.0, description="weight of each draft token relative to the one before")
     precision: Literal["bf16", "fp32"] = Field("bf16", description="of compute; master weights are always fp32")
-    validation_share: Annotated[StrictFloat, Field(gt=0, lt=1)] = Field(0.05, description="of the conversations")
+    validation_share: Annotated[StrictFloat, Field(gt=0, lt=1)] = Field(0.05, description="share of conversations")
     validate_every: PositiveInt = Field(100, description="steps")
     save_every: PositiveInt = Field(500, description="steps")
-    keep_checkpoints: PositiveInt = Field(2, description="the latest ones, beside the best")
+    keep_checkpoints: PositiveInt = Field(2, description="latest checkpoints to keep, besides the best")
     patience: PositiveInt | None = Field(None, description="validations without improvement before it stops")
     loader_workers: LoaderThreads = Field(4, description="threads that read packs ahead; 0: read when needed")
 
     @model_validator(mode="after")
     def _pull(self):
-        if self.lr * self.l2_sp > 1:  # each step would throw the weights further off than they were
-            raise ValueError(f"l2_sp times lr is {self.lr * self.l2_sp:g}, must be 1 (which undoes a step) or less")
+        if self.lr * self.l2_sp > 1:  # each step would move the weights away instead of closer
+            raise ValueError(f"l2_sp times lr is {self.lr * self.l2_sp:g}, but must be at most 1")
         return self
 
 
 class Export(Section):
     step: PositiveInt | None = Field(None, description="default: the best complete step")
     reference: LocalPath | None = Field(
-        None, description="native folder whose form the export must have; default: train.warm_start"
+        None, description="folder whose format the export must have; default: train.warm_start"
     )
 
 
@@ -239,7 +239,7 @@ class Cell(Section):
 
 
 class Acceptance(Section):
-    held_out: PositiveInt = Field(40, description="conversations of the run's own sources kept out of training")
+    held_out: PositiveInt = Field(40, description="conversations kept out of training")
     prompts: UniqueSources = Field((), description="sources to measure on instead of the held-out conversations")
     drafters: NonBlankStrings = Field(
         ("warm_start", "run"), description="what is served and compared: these, none, and folders of drafters"
@@ -271,17 +271,17 @@ class Config(Section):
 
     @cached_property
     def origin(self) -> Origin:
-        """How the config was loaded, which is no part of its value."""
+        """How the config was loaded; not part of its value."""
         return Origin()
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments with which a command loads this config again; none where it was not loaded."""
+        """The arguments with which a command loads this config again; empty if it was not loaded from a file."""
         path, overrides = self.origin
         return ("--config", path, *_set(overrides)) if path else ()
 
     def pipeline(self, *flags: str) -> str:
-        """The command line of the pipeline for this config, as a person types it."""
+        """The command line of the pipeline for this config, for a message."""
         path, overrides = self.origin
         path = path or str(self.run_dir / "01b_synthetic/config.yaml")
         return shlex.join(["./run_pipeline.sh", path, *flags, *_set(overrides)])
@@ -309,7 +309,7 @@ class Config(Section):
         return node
 
     def check_against_model(self) -> None:
-        """Settings that only the target's own folder can judge. Raises ConfigError."""
+        """Check settings that depend on the target's folder. Raises ConfigError."""
         architecture = self.target.architecture
         layers = architecture.num_layers
         if self.target.layer_ids[-1] != layers:
@@ -324,7 +324,7 @@ class Config(Section):
             )
         for key, ids in (("prompt_suffix", self.target.prompt_suffix), ("think_end", (self.target.think_end or 0,))):
             if max(ids, default=0) >= (tokens := architecture.vocab_size):
-                raise ConfigError(f"target.{key}: {max(ids)} is no token, the model has {tokens}")
+                raise ConfigError(f"target.{key}: {max(ids)} is not a token id, the model has {tokens} tokens")
         self.target.check_special_tokens()
 
 
@@ -346,12 +346,12 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     tree = read_tree(path, overrides, ROOT)
     try:
         loaded = _rooted(Config.model_validate(tree))
-        loaded.servers.keep_secrets(overrides)
+        loaded.servers.refuse_shown_secrets(overrides)
         loaded.__dict__["origin"] = Origin(path, tuple(overrides))
         return loaded
     except ValidationError as error:
         problems = error.errors()
-        # A wrong entry drags follow-ups behind it: its list is too short without it.
+        # A wrong entry causes further errors: its list is then too short.
         inner = {e["loc"][:depth] for e in problems for depth in range(len(e["loc"]))}
         problems = [e for e in problems if e["loc"] not in inner]
         unknown = [e for e in problems if e["type"] == "extra_forbidden"]

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, JsonValue, field_serializer, field_v
 from drafter.config.fields import LocalPath, Minutes, NonBlankStrings, NonNegativeInt, PositiveFloat, Section, in_home
 from drafter.errors import ConfigError
 
-# Of vLLM's flags those that other settings give, and those that would show a secret to everyone on the machine.
+# vLLM flags that other settings determine, and flags that would show a secret to every user of the machine.
 OURS = {"model": "target.model", "served-model-name": "target.served_name", "port": "url"}
 SECRET_FLAGS = {"api-key": "name its variable with api_key_env", "hf-token": "export HF_TOKEN"}
 
@@ -20,7 +20,7 @@ FROM_ENVIRONMENT = "(secret: taken from the environment)"  # in every config tha
 
 
 def _spelled(flag: str) -> str:
-    """vLLM takes a flag with underscores, too."""
+    """vLLM also accepts a flag with underscores."""
     return flag.replace("_", "-")
 
 
@@ -28,20 +28,20 @@ class Server(Section):
     """One vLLM role."""
 
     kind: Literal["systemd", "command", "external"] = Field(
-        description="systemd: a unit that is started and stopped; command: started here; external: already there"
+        description="systemd: a unit that is started and stopped; command: started here; external: started by others"
     )
-    url: str = Field(description="http address without /v1; of a command, where it is to listen")
+    url: str = Field(description="http address without /v1; a command listens there")
     api_key_env: str | None = Field(None, description="environment variable that holds the server's API key")
     unit: Annotated[str, Field(pattern=r"^[^/]+$")] | None = Field(None, description="the systemd unit's name")
     link: LocalPath | None = Field(
-        None, description="folder that the unit's command names; starting the unit links it to the run's own"
+        None, description="folder that the unit writes to; becomes a link to the run's folder before the unit starts"
     )
     systemctl: NonBlankStrings = Field(("systemctl",), description="the command that starts and stops units")
     args: dict[Annotated[str, Field(pattern=r"^[A-Za-z]")], JsonValue] = Field(
         {}, description="vLLM's own flags without the dashes; true stands for a bare flag"
     )
     env: dict[Annotated[str, Field(pattern=r"^[^=]+$")], str] = Field(
-        {}, description="environment of a command; secrets are better exported, and never written to a file"
+        {}, description="environment of a command; export secrets instead, which are never written to a file"
     )
     python: Annotated[str, AfterValidator(in_home)] | None = Field(
         None, description="interpreter that has vLLM; default: the one that runs the script"
@@ -49,11 +49,11 @@ class Server(Section):
     start_minutes: Minutes = Field(60, description="minutes until it must answer")
     stop_seconds: PositiveFloat = Field(300, description="seconds until it must have stopped and freed its GPUs")
     hang_minutes: Minutes = Field(
-        10, description="minutes without an answer and without progress of the stage, then it is restarted"
+        10, description="minutes without an answer and without progress of the stage until it is restarted"
     )
-    restarts: NonNegativeInt = Field(3, description="restarts of a server that dies or hangs during one stage")
+    restarts: NonNegativeInt = Field(3, description="restarts at most during one stage, if it dies or hangs")
     gpus: tuple[NonNegativeInt, ...] = Field(
-        (), description="GPUs it runs on, as nvidia-smi numbers them: full while it is up, free once it is down"
+        (), description="GPUs it runs on, as nvidia-smi numbers them: in use while it is up, free once it is down"
     )
 
     @field_validator("url")
@@ -92,12 +92,12 @@ class Server(Section):
 
     @property
     def flags(self) -> dict[str, JsonValue]:
-        """`args` by the one name that vLLM shows for each."""
+        """`args` under vLLM's own spelling."""
         return {_spelled(flag): value for flag, value in self.args.items()}
 
     @property
     def secrets(self) -> dict[str, str]:
-        """The values in `env` that no file and no command line may show, by name."""
+        """The secrets in `env`, by name: no file and no command line may show them."""
         return {
             name: value
             for name, value in self.env.items()
@@ -105,9 +105,9 @@ class Server(Section):
         }
 
     def environment(self) -> dict[str, str]:
-        """`env`, with what a written config leaves out taken from this process's environment.
+        """`env`, with secrets that a written config leaves out taken from this process's environment.
 
-        Raises ConfigError naming what is missing there.
+        Raises ConfigError naming the first one that is missing there.
         """
         left_out = [name for name, value in self.env.items() if value == FROM_ENVIRONMENT]
         if missing := [name for name in left_out if name not in os.environ]:
@@ -118,10 +118,10 @@ class Server(Section):
 class Servers(Section):
     generate: Server = Field(description="answers the prompts of 01b")
     extract: Server = Field(description="reads the answers back for 02")
-    evaluate: Server = Field(description="serves the drafters that 06 measures, so it must be a command")
+    evaluate: Server = Field(description="serves the drafters that 06 measures; must be a command")
 
-    def keep_secrets(self, overrides: Iterable[str]) -> None:
-        """Raises ConfigError for an override that holds a secret: `ps` shows it, and records repeat it."""
+    def refuse_shown_secrets(self, overrides: Iterable[str]) -> None:
+        """Raises ConfigError for an override with a secret, which `ps` and records would show."""
         for role in type(self).model_fields:
             for name, value in getattr(self, role).secrets.items():
                 shown = [each for each in overrides if each.startswith("servers") and name in each and value in each]

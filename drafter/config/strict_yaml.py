@@ -1,7 +1,7 @@
-"""YAML as a person means it: no key twice, numbers in decimal notation alone, nothing that cannot be written again.
+"""YAML without surprises: no duplicate keys, only decimal numbers, and only values that can be written again.
 
-YAML 1.1, which PyYAML reads, has 12:30 as 750, 010 as 8, 2026-11-30 as a date and 1e-3 as text, and of two equal keys
-takes the last in silence. Here 1e-3 is a number and the other three are text.
+PyYAML reads YAML 1.1, in which 12:30 is 750, 010 is 8, 2026-11-30 is a date, 1e-3 is text, and the last of two equal
+keys wins. Here 1e-3 is a number and the other three are text.
 """
 
 import re
@@ -26,24 +26,24 @@ NUMBERS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Raises yaml.MarkedYAMLError, which says the line."""
+    """Raises yaml.MarkedYAMLError with the line."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """A tag such as !!int would bring back what this module takes away."""
+        """Refuse tags: !!int would bring back the numbers that this module excludes."""
         event = self.peek_event()
         if (tag := getattr(event, "tag", None)) and tag != "!":
             raise yaml.composer.ComposerError(None, None, f"a tag in line {event.start_mark.line + 1}: leave it out")
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """A key that `<<` brings may be given anew, but no two may stand in one mapping."""
+        """Refuse duplicate keys in a mapping; a key that `<<` merges may be overridden."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if first := lines.get(key.value):
-                    why = f"the key {key.value} is there twice, line {first} and line {line}: take one out"
+                    why = f"the key {key.value} is given twice, in line {first} and line {line}: remove one"
                     raise yaml.composer.ComposerError(None, None, why)
                 lines[key.value] = line
         return node
@@ -55,13 +55,13 @@ class _Loader(yaml.SafeLoader):
                 raise ValueError
             value.encode()
         except ValueError:
-            why = f"a text in line {node.start_mark.line + 1} has a NUL byte, or half a character"
+            why = f"a text in line {node.start_mark.line + 1} has a NUL byte or half a character"
             raise yaml.constructor.ConstructorError(None, None, why) from None
         return value
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would not read back as text."""
+    """Quotes text that `_Loader` would not read back as text."""
 
 
 for _class in (_Loader, _Dumper):
@@ -74,15 +74,15 @@ for _class in (_Loader, _Dumper):
 
 
 def load(text: str) -> Any:
-    """Raises yaml.YAMLError, ValueError or RecursionError for what is no YAML."""
+    """Raises yaml.YAMLError, ValueError or RecursionError for invalid YAML."""
     value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
     if _size(value, {}) > LARGEST:
-        raise ValueError(f"with its aliases written out it has more than {LARGEST:,} values")
+        raise ValueError(f"with aliases expanded it has more than {LARGEST:,} values")
     return value
 
 
 def _size(value: Any, known: dict[int, int]) -> int:
-    """Values in a tree with every alias written out; more than LARGEST of one that holds itself."""
+    """Number of values in a tree with all aliases expanded; more than LARGEST for a tree that contains itself."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:

@@ -1,4 +1,4 @@
-"""A config file and its `section.key=value` overrides as one tree, before anything is known of its keys."""
+"""A config file and its `section.key=value` overrides as one tree, before its keys are validated."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from drafter.errors import ConfigError
 
 
 def read_tree(path: str | Path, overrides: Sequence[str], root: Path) -> dict[str, Any]:
-    """Values of overrides are YAML; `@FILE`, from `root`, takes them from a file. Raises ConfigError, one line."""
+    """Values of overrides are YAML, or `@FILE` (relative to `root`) for the YAML in a file. Raises ConfigError."""
     try:
         tree = strict_yaml.load(user_files.read_text(Path(path)))
     except FileNotFoundError:
@@ -44,18 +44,18 @@ def _apply(tree: dict, override: str, root: Path) -> None:
             node = node[_index(part)] if isinstance(node, list) else node.setdefault(part, {})
         node[_index(last) if isinstance(node, list) else last] = value
     except (ValueError, IndexError, TypeError, AttributeError):
-        raise ConfigError(f"--set {override}: no such place in the config") from None
+        raise ConfigError(f"--set {override}: the config has no such key") from None
 
 
 def _index(text: str) -> int:
-    """Raises ValueError unless these are decimal digits, of ASCII alone."""
+    """Raises ValueError unless the text consists of ASCII digits."""
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(text)
     return int(text)
 
 
 def _value(text: str, root: Path) -> Any:
-    """YAML, or `@FILE` for what that file holds."""
+    """The value of YAML text, or of the file that `@FILE` names."""
     if not text.startswith("@"):
         return strict_yaml.load(text)
     path = root / in_home(text[1:])

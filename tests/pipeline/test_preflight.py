@@ -142,7 +142,7 @@ def test_an_engine_is_asked_once_for_all_runs_and_again_for_another_version_or_o
         ("generate.min_rows=93", None),
         ("prompts.0.path=/dev/null", "/dev/null is a device, not a regular file"),
         ("acceptance.held_out=101", "acceptance.held_out takes all 101 conversations"),
-        ("target.think_end=49152", "target.think_end: 49152 is no token, the model has 49152"),
+        ("target.think_end=49152", "target.think_end: 49152 is not a token id, the model has 49152"),
     ],
 )
 def test_what_a_later_stage_would_stop_at_is_found(load, override, finding):
