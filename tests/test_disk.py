@@ -185,7 +185,7 @@ def take(runs, run, name, folder):
 
 @pytest.mark.parametrize("name", [STATES, WEIGHTS])
 @pytest.mark.parametrize("working", config.STAGES)
-def test_no_folder_of_a_run_goes_while_one_of_its_stages_works_by_hand(runs, capsys, name, working):
+def test_no_folder_of_a_run_is_deleted_while_a_manual_stage_works(runs, capsys, name, working):
     """Seam H2, Seam K2: `04_train.py` by hand holds the lock of 04 alone, and reads 02."""
     with held("working", runs / "exported" / working, working) as stage:
         assert call(runs, "clean", f"exported/{name}", "--yes") == 0
@@ -224,7 +224,7 @@ def test_a_folder_that_comes_into_use_after_the_look_is_kept(runs, caplog):
     assert not (runs / "freed.jsonl").exists()
 
 
-def test_nobody_begins_to_work_in_a_run_while_one_of_its_folders_is_deleted(runs, monkeypatch):
+def test_no_process_starts_in_a_run_while_one_of_its_folders_is_deleted(runs, monkeypatch):
     """Seam L10"""
     refused = []
 

@@ -32,7 +32,7 @@ def test_a_locked_folder_refuses_a_second_process_and_a_dead_one_frees_it(tmp_pa
 
 
 @pytest.mark.parametrize("there", ["link", "dangling link", "hard link", "pipe", "folder", "another user's"])
-def test_what_stands_in_place_of_a_claim_is_said_and_left_alone(tmp_path, monkeypatch, there):
+def test_another_file_in_place_of_a_claim_is_reported_and_left_alone(tmp_path, monkeypatch, there):
     """R02: the claims lie where every user of the machine can put what he likes."""
     monkeypatch.setattr(locks, "CLAIMS", tmp_path)
     path, other = tmp_path / "drafter-vllm-team.lock", tmp_path / "other"
@@ -54,7 +54,7 @@ def test_what_stands_in_place_of_a_claim_is_said_and_left_alone(tmp_path, monkey
     assert other.read_text() == "precious" and not (tmp_path / "none").exists()
 
 
-def test_whoever_holds_a_claim_is_named_in_one_line_whatever_he_wrote(tmp_path, monkeypatch):
+def test_the_holder_of_a_claim_is_named_in_one_line_whatever_the_file_holds(tmp_path, monkeypatch):
     """R02"""
     monkeypatch.setattr(locks, "CLAIMS", tmp_path)
     monkeypatch.setattr(locks, "LOCK_SECONDS", 0)
@@ -65,7 +65,7 @@ def test_whoever_holds_a_claim_is_named_in_one_line_whatever_he_wrote(tmp_path, 
             locks.claimed("vllm-team", "other").__enter__()
 
 
-def test_many_read_a_folder_and_nobody_works_in_it_meanwhile(tmp_path):
+def test_many_processes_read_a_folder_and_none_works_in_it_meanwhile(tmp_path):
     """Seam M1: readers hold a shared lock where deletion can meet them."""
     with held("reading", tmp_path), locks.reading(tmp_path):
         assert not locks.in_use(tmp_path) and locks.in_use(tmp_path, readers=True)
@@ -75,7 +75,7 @@ def test_many_read_a_folder_and_nobody_works_in_it_meanwhile(tmp_path):
         pass
 
 
-def test_nobody_reads_a_folder_in_which_a_process_works_and_the_message_says_which(tmp_path):
+def test_a_folder_in_which_a_process_works_is_not_read_and_the_message_names_the_process(tmp_path):
     """Seam M1"""
     with held("working", tmp_path, "04_train") as holder:
         said = f"in {tmp_path} (04_train, process {holder.pid} on {socket.gethostname()}); wait for it or stop it"
@@ -122,7 +122,7 @@ def test_what_does_not_exist_is_read_without_a_trace(tmp_path):
         assert not (tmp_path / "none").exists()
 
 
-def test_a_lock_on_a_file_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
     """Seam M13: between opening and locking another process may remove the file, or the folder with it."""
     folder, real, removals = tmp_path / "folder", fcntl.flock, iter([True, True, False, False])
 
@@ -138,7 +138,7 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_taken_anew(tmp_path, mon
     assert next(removals) is False
 
 
-def test_whoever_waits_for_a_lock_whose_file_the_holder_removes_locks_the_new_file(tmp_path, monkeypatch):
+def test_a_process_that_waits_for_a_lock_whose_file_is_removed_locks_the_new_file(tmp_path, monkeypatch):
     """Seam M13: of two that wait, one gets in at a time."""
     folder, waits, inside = tmp_path / "folder", threading.Semaphore(0), []
 

@@ -136,7 +136,7 @@ def test_a_process_that_is_not_all_there_does_not_live(run_config, files, lost):
     assert re.search(f"{HAND} +{'begun' if lost == 'boot' else 'interrupted'} ", shown)
 
 
-def test_what_is_no_text_is_shown_as_its_code(run_config, files, capsys):
+def test_undecodable_bytes_are_shown_as_escapes(run_config, files, capsys):
     files["state"]["error"] = "no file \udcff"
     pages(run_config, files)
     (run_config.run_dir / FILES["acceptance"]).unlink()  # else the page says what was measured

@@ -107,7 +107,7 @@ def script(name: str, run_config: config.Config, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", config.STAGES)
-def test_no_script_runs_by_hand_beside_its_pipeline(run, name):
+def test_no_script_runs_manually_beside_its_pipeline(run, name):
     """Seam U2: 02 took the states from under 04, 01b wrote `failed` into the live manifest."""
     with held("working", run.run_dir, run_locks.PIPELINE) as pipeline:
         before = snapshot(run.run_dir)
@@ -195,7 +195,7 @@ def test_no_stage_reads_a_folder_in_which_another_works(run, name, upstream):
 
 
 @pytest.mark.parametrize("name", ["02_hidden_states", "06_acceptance"])
-def test_a_pipeline_does_not_begin_beside_a_stage_by_hand(run, name):
+def test_a_pipeline_does_not_start_beside_a_manual_stage(run, name):
     """Seam U2: it would end the stage's server, and fail hours later where it meets the stage's lock."""
     with at_work(name, run) as stage:
         with pytest.raises(ConfigError, match=rf"\({name}, process {stage.pid} on .*; wait for it or stop it"):

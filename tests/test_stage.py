@@ -80,7 +80,7 @@ def test_our_own_bug_shows_a_traceback(call):
     ("number", "code", "said"),
     [(errno.EROFS, 2, "/data: Read-only"), (errno.EACCES, 2, "/data"), (errno.ENOSPC, 3, "free")],
 )
-def test_what_the_machine_refuses_says_who_acts_next(call, number, code, said):
+def test_an_error_of_the_machine_says_who_must_act(call, number, code, said):
     """H13, H15"""
 
     def body(this):
@@ -187,7 +187,7 @@ def test_a_signal_ends_with_its_own_exit_code_after_saving(tmp_path, signum, cod
     assert json.loads(out)["status"] == "interrupted"
 
 
-def test_no_end_is_known_before_all_that_run_at_once_have_ended():
+def test_there_is_no_eta_before_all_items_in_flight_have_ended():
     progress = Progress(100, "rows", done=20, at_once=8)
     progress.advance(8)
     assert "ETA unknown" in progress.line()

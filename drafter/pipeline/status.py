@@ -14,20 +14,20 @@ TAIL = 3  # lines of the current stage's log
 def lines(config: Config) -> Iterator[str]:
     """The page, line by line."""
     found = RunState(config)
-    state, standing = found.state, {name: found.status(name) for name in STAGES}
+    state, statuses = found.state, {name: found.status(name) for name in STAGES}
     if not found.has_begun():
         yield f"run {config.run.name} has not begun ({config.run_dir})"
         return
     alive, trouble = found.alive(), found.trouble()
-    yield f"run {config.run.name}: {_whole(found, standing)}, {config.run_dir}"
+    yield f"run {config.run.name}: {_whole(found, statuses)}, {config.run_dir}"
     progress = {name: found.progress(name) for name in STAGES}
     width = max(map(len, progress.values()))
-    for name, stands in standing.items():
+    for name, status in statuses.items():
         if name in found.taken:
             yield f"  {name:<17} taken from {found.taken[name]}"
             continue
-        yield f"  {name:<17} {stands:<12} {progress[name]:<{width}}  {_time(found, name)}".rstrip()
-    if freed := [name for name, stands in standing.items() if stands == "freed"]:
+        yield f"  {name:<17} {status:<12} {progress[name]:<{width}}  {_time(found, name)}".rstrip()
+    if freed := [name for name, status in statuses.items() if status == "freed"]:
         yield f"  drafter.disk clean freed {', '.join(freed)}; the same command would make them again"
     if left := _left(found):
         yield f"  done at about {datetime.fromtimestamp(time.time() + left):%a %H:%M}, as planned"
@@ -48,16 +48,16 @@ def lines(config: Config) -> Iterator[str]:
         )
 
 
-def _whole(found: RunState, standing: Mapping[StageName, str]) -> str:
+def _whole(found: RunState, statuses: Mapping[StageName, str]) -> str:
     """Status of the run: the pipeline's, unless stages were run manually since."""
-    if set(standing.values()) <= {"complete", "taken", "freed"}:
+    if set(statuses.values()) <= {"complete", "taken", "freed"}:
         return "complete"
     trouble = found.trouble()
     if trouble and found.state:
         return f"{trouble.how}; the same command continues it" if trouble.how == "interrupted" else trouble.how
     if found.alive() and found.state["status"] == "running":
         return "running"
-    return "running manually" if "running" in standing.values() else "not complete"
+    return "running manually" if "running" in statuses.values() else "not complete"
 
 
 def _time(found: RunState, name: str) -> str:

@@ -34,7 +34,7 @@ def test_a_new_run_says_what_comes_first_and_what_waits(monkeypatch, tmp_path):
     ]
 
 
-def test_how_prompts_were_read_and_what_is_rejected_of_them_stands_below_01b(monkeypatch, tmp_path):
+def test_how_prompts_were_read_and_which_are_rejected_is_shown_below_01b(monkeypatch, tmp_path):
     """Seam U3: how each source was read is one line of the dry run, with its first conversation."""
     read = ["prompts s: /data/s.jsonl (JSON Lines), read by question, turns: last; the first: 'why?'"]
     broken = ["prompts s: rejected: /data/s.jsonl line 4: not JSON", "a line can be ..."]
@@ -42,7 +42,7 @@ def test_how_prompts_were_read_and_what_is_rejected_of_them_stands_below_01b(mon
     assert [line.strip() for line in lines[2:5]] == [*read, *broken]
 
 
-def test_a_finding_stands_once_below_its_stage(monkeypatch, tmp_path):
+def test_a_finding_is_shown_once_below_its_stage(monkeypatch, tmp_path):
     twice = "no model at /nowhere"
     found = {twice: "01b_synthetic", "no drafter at /nowhere": "04_train"}
     lines = page(monkeypatch, tmp_path, found, plans(_01b_synthetic={"findings": [twice]}))
@@ -51,7 +51,7 @@ def test_a_finding_stands_once_below_its_stage(monkeypatch, tmp_path):
     assert lines[-1] == "2 to fix (!) before `run_pipeline.sh` starts anything"
 
 
-def test_an_input_that_is_missing_is_said_once(monkeypatch, tmp_path):
+def test_a_missing_input_is_shown_once(monkeypatch, tmp_path):
     """By 02 and by 06, and by the plan of 02 itself."""
     found = preflight.missing_inputs(run := config.load(CPU_CONFIG, [f"run.dir={tmp_path}"]), config.STAGES[1:])
     monkeypatch.setattr(preflight, "findings", lambda *_: dict(found))
@@ -99,7 +99,7 @@ def test_the_default_model_is_not_made_by_a_dry_run_and_not_missing(monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_nobody_can_know_offline_is_a_note_and_no_finding(monkeypatch, tmp_path):
+def test_what_is_unknown_offline_is_a_note_and_no_finding(monkeypatch, tmp_path):
     note = {"pending": 1, "findings": [], "notes": ["the hub has it"]}
     lines = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic=note))
     assert lines[1:3] == [
@@ -124,7 +124,7 @@ def test_a_stage_taken_from_another_run_is_not_planned_and_must_be_finished(monk
     assert (len(found), bool(waiting)) == ((0, False) if finished else (1, True))
 
 
-def test_a_freed_stage_is_said_to_be_made_again(monkeypatch, tmp_path):
+def test_a_freed_stage_is_shown_as_to_be_made_again(monkeypatch, tmp_path):
     (tmp_path / "freed.jsonl").write_text(f'{{"freed": "{tmp_path}/smollm2_cpu/02_hidden_states", "bytes": 7}}\n')
     said = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic={"pending": 0}, _02_hidden_states={"findings": []}))
     assert "  02_hidden_states  freed by drafter.disk clean, will be made again: 1 row to read back" in said

@@ -92,7 +92,7 @@ def test_measured_rates_of_this_machine_win_and_the_plan_names_the_run(tmp_path,
     assert rates.measured_or(other, rates.profile("cpu_2cores")).generate.typical != 123.0
 
 
-def test_a_probe_measures_what_nobody_has_measured_and_keeps_only_its_manifests(tmp_path, model, monkeypatch, capsys):
+def test_a_probe_measures_unmeasured_rates_and_keeps_only_its_manifests(tmp_path, model, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
     asked = []
 
@@ -330,7 +330,7 @@ def test_a_plan_for_a_model_that_is_not_here_says_so_first(kimi, tmp_path, model
     assert "is not here" not in here and "--probe" in here
 
 
-def test_more_conversations_than_a_source_holds_are_said_to_be_asked_for(tmp_path, model):
+def test_the_plan_says_when_more_conversations_are_asked_for_than_a_source_holds(tmp_path, model):
     text = plan.show(config.load(CPU_CONFIG, [f"run.dir={tmp_path}", "prompts.0.count=500"]), None, None, None)
     assert "93 rows on" in text and "prompts: sample holds 101 conversations; 500 are asked for" in text
 

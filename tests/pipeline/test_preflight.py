@@ -384,7 +384,7 @@ def as_user(uid: int, gid: int, groups: list[int], umask: int, work) -> str:
 @pytest.mark.parametrize("groups", [[ME, COMMON], [ME]])
 @pytest.mark.parametrize("mode", [0o2775, 0o775, 0o2755, 0o777, 0o3775])
 @pytest.mark.parametrize(("umask", "unit_umask"), [(0o002, 0o002), (0o022, 0o002), (0o002, 0o022)])
-def test_it_is_known_whether_this_user_may_rename_and_delete_what_the_server_writes(groups, mode, umask, unit_umask):
+def test_a_finding_says_whether_this_user_may_rename_and_delete_the_servers_files(groups, mode, umask, unit_umask):
     daemon = pwd.getpwnam(WRITER)
     with tempfile.TemporaryDirectory() as place:
         runs, states = Path(place) / "runs", Path(place) / "runs/night/02_hidden_states"
@@ -458,7 +458,7 @@ def test_a_disk_that_is_not_there_is_one_line_whatever_would_lie_on_it(load, mac
     )
 
 
-def test_a_systemd_that_does_not_run_is_said_once_for_all_units(load, machine):  # noqa: F811
+def test_a_systemd_that_does_not_run_is_one_finding_for_all_units(load, machine):  # noqa: F811
     (machine.units / "refuse").write_text("System has not been booted with systemd as init system")
     roles = ("generate", "extract")
     (finding,) = found(load(*(f"servers.{r}.{s}" for r in roles for s in ("kind=systemd", f"unit=vllm-{r}"))))

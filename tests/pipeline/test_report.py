@@ -110,7 +110,7 @@ def test_the_verdict_comes_first_with_intervals(finished):
     assert text.index('class="verdict') < text.index("<h2>")
 
 
-def test_a_drafter_without_a_rival_is_said_so_in_words(finished):
+def test_a_drafter_without_a_rival_is_described_in_words(finished):
     path = finished.run_dir / "06_acceptance/acceptance.json"
     alone = headline(verdict="not compared", baseline=None, recommended="none", speed_up=0.53)
     write(path, json.loads(path.read_text()) | {"headline": alone})
@@ -127,7 +127,7 @@ def test_without_anything_to_compare_with_nothing_is_recommended(finished):
     assert "No baseline was measured, so nothing is recommended." in text and "ecommended to serve" not in text
 
 
-def test_what_the_server_of_01b_computed_twice_is_said(finished):
+def test_tokens_that_01bs_server_computed_twice_are_shown(finished):
     assert "preempted" not in report.write(finished).read_text()
     path = finished.run_dir / "01b_synthetic/manifest.json"
     facts = {"generation": {"preemptions": 1065, "kv_cache_tokens": 190_000}}
@@ -137,7 +137,7 @@ def test_what_the_server_of_01b_computed_twice_is_said(finished):
     )
 
 
-def test_the_length_that_training_expected_stands_beside_the_served_one(finished):
+def test_the_length_that_training_expected_is_shown_beside_the_served_one(finished):
     """Seam F6: 1.30 expected and 1.02 served stood in two files, and no page showed both."""
     path = finished.run_dir / "06_acceptance/acceptance.json"
     assert "as training expected" not in report.write(finished).read_text()
@@ -203,7 +203,7 @@ def test_a_failed_run_says_why_and_where(run_config):
     assert "failed in 02_hidden_states" in text and "layer 2 is constant" in text
 
 
-def test_a_run_by_hand_says_what_its_manifests_say(run_config):
+def test_a_manual_run_shows_what_its_manifests_say(run_config):
     write(
         run_config.run_dir / "01b_synthetic/manifest.json", {"status": "complete", "in": 9, "out": 9, "seconds": 60}
     )
@@ -214,7 +214,7 @@ def test_a_run_by_hand_says_what_its_manifests_say(run_config):
     assert "failed in 02_hidden_states" in text and "layer 2 is constant" in text
 
 
-def test_by_hand_a_run_that_has_not_begun_is_one_line_and_no_folder(tmp_path, capsys):
+def test_the_report_of_a_run_that_has_not_begun_is_one_line_and_no_folder(tmp_path, capsys):
     arguments = ["--set", f"run.dir={tmp_path}/runs"]
     assert report.main(arguments) == 2
     assert capsys.readouterr().err == f"report: run smollm2_cpu has not begun ({tmp_path}/runs/smollm2_cpu)\n"
@@ -273,7 +273,7 @@ def test_bars_leave_out_what_is_not_finite():
     assert charts.bars("t", ["a"], {"s": [float("inf")]}, "x", "y") == ""
 
 
-def test_recorded_progress_gives_rates_and_a_beginning_anew_none():
+def test_recorded_progress_gives_rates_and_a_restart_gives_none():
     records = [(0, 10), (60, 40), (60, 40), (90, 5), (120, 20)]
     progressed = [{"at": 1.7e9 + at, "done": done, "total": 99, "unit": "rows"} for at, done in records]
     assert report._rates(progressed) == ([(1.0, 0.5), (2.0, 0.5)], "rows")

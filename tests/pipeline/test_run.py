@@ -123,7 +123,7 @@ def night(tmp_path, model):
     assert night.leftovers() == []
 
 
-def test_the_untrained_warm_start_is_served_before_a_night_that_depends_on_it(tmp_path, model, monkeypatch):
+def test_the_untrained_warm_start_is_served_before_a_run_that_depends_on_it(tmp_path, model, monkeypatch):
     """X02: a drafter that the engine loads and accepts nothing from costs minutes, not the night."""
     called = []
     monkeypatch.setattr(pipeline.Pipeline, "dry_run", lambda _self, step, *verbs: {"pending": not called})
@@ -290,7 +290,7 @@ def test_the_exit_code_of_training_is_not_torchruns(night):
     assert code == 3
 
 
-def test_what_a_stages_own_plan_refuses_is_said_before_anything_starts(night):
+def test_a_refusal_of_a_stages_dry_run_is_reported_before_anything_starts(night):
     code, _, err = night.run("--only", "02", _02_hidden_states="knows")
     assert code == 2 and "the reference drafter has no lm_head" in err
     assert not (night.run_dir / "servers").exists()
@@ -315,7 +315,7 @@ def train_on(night, row_set: str) -> Path:
     return folder
 
 
-def test_a_finished_stage_whose_manifest_is_of_other_rows_ends_anew_without_a_server(night):
+def test_a_finished_stage_whose_manifest_has_other_rows_is_concluded_again_without_a_server(night):
     """Seam U4: the plain command never recovered from a call with other prompts."""
     assert night.run("--only", "01b")[0] == 0 and night.run("--only", "02")[0] == 0
     code, _, err = night.run(_01b_synthetic="stale", _02_hidden_states="stale")
@@ -358,7 +358,7 @@ def test_a_stage_that_the_kernel_kills_has_the_shells_exit_code(night):
 @pytest.mark.parametrize(
     "arguments", [["--deadline", "25:00"], ["--limit", "0"], ["--only", "07"], ["--set", "run.nam=x"], ["--what"]]
 )
-def test_what_is_wrong_with_the_call_is_said_at_once_in_one_line(night, arguments):
+def test_wrong_arguments_are_one_line_at_once(night, arguments):
     code, out, err = night.run(*arguments)
     assert (code, len(err.splitlines()), out) == (2, 1, "")
     assert not night.run_dir.exists()
@@ -378,7 +378,7 @@ def test_a_hub_that_is_out_of_reach_costs_no_boot(night):
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/etc", "/bin/ls"])
-def test_an_interpreter_that_is_none_is_said_in_one_line(python, tmp_path):
+def test_a_wrong_interpreter_is_one_line(python, tmp_path):
     environment = os.environ | {"PYTHON": python}
     done = subprocess.run(
         [config.ROOT / "run_pipeline.sh", "--dry-run"], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -692,7 +692,7 @@ def test_the_production_server_is_given_back_after_a_signal_and_after_a_kill(nig
     assert night.production_active(), "the next pipeline knows what the killed one owed"
 
 
-def test_a_stages_time_goes_on_after_a_kill_and_begins_anew_without_its_folder(made, tmp_path):
+def test_a_stages_time_continues_after_a_kill_and_starts_again_without_its_folder(made, tmp_path):
     night = made()
     step, log = pipeline.STEPS[0], night.config.run_dir / "logs/01b_synthetic.log"
     log.parent.mkdir(parents=True)
@@ -728,7 +728,7 @@ def test_a_stage_without_its_input_is_refused_and_never_noted_as_done(made, monk
 
 
 @pytest.mark.parametrize(("status", "left"), [("complete", 0), ("running", 1), ("failed", 1), ("partial", 1)])
-def test_a_stage_is_done_when_it_has_said_so_itself(made, monkeypatch, status, left):
+def test_a_stage_is_done_when_its_manifest_says_so(made, monkeypatch, status, left):
     """R02: one that is killed after its last row has its manifest left to write."""
     monkeypatch.setattr(pipeline.Pipeline, "dry_runs", lambda _self, steps, *_: [{"pending": 0}] * len(steps))
     night = made()
@@ -736,7 +736,7 @@ def test_a_stage_is_done_when_it_has_said_so_itself(made, monkeypatch, status, l
     assert night.pending(pipeline.STEPS[1]) == left
 
 
-def test_what_has_not_begun_is_planned_anew_and_what_is_done_keeps_its_plan(made):
+def test_a_stage_that_has_not_begun_is_planned_again_and_a_finished_one_keeps_its_plan(made):
     def planned(*overrides: str, limit: int | None = None) -> tuple[str, list[int], list[float]]:
         night = made(*overrides)
         night.limit, night.record.state["stages"] = limit, {"01b_synthetic": {"status": "complete"}}
@@ -760,7 +760,7 @@ def test_what_has_not_begun_is_planned_anew_and_what_is_done_keeps_its_plan(made
     assert (status, rows) == ("begun", [101] * 5) and more[0] > first
 
 
-def test_a_copied_run_does_not_give_back_what_the_original_owes(night, tmp_path):
+def test_a_copied_run_does_not_restore_the_units_of_the_original(night, tmp_path):
     original = config.load(CPU_CONFIG, night.overrides)
     state = pipeline.Pipeline(original, pipeline.STEPS, None, None)
     original.run_dir.mkdir(parents=True)
@@ -785,7 +785,9 @@ def test_a_copied_run_does_not_give_back_what_the_original_owes(night, tmp_path)
         ("failed", set(), {"vllm-team", "vllm-extract"}),
     ],
 )
-def test_a_unit_that_a_killed_call_started_is_not_taken_for_production(night, monkeypatch, status, owed, remembered):
+def test_a_unit_that_a_killed_call_started_is_not_restored_as_production(
+    night, monkeypatch, status, owed, remembered
+):
     """R01: given back as well, the extract unit would stop production, with which it conflicts."""
     monkeypatch.setattr(server, "alive", lambda *_: True)
     roles = {"generate": "vllm-team", "extract": "vllm-extract"}

@@ -69,7 +69,7 @@ def test_help_is_printed_and_nothing_done(program, capsys):
     assert end.value.code == 0 and capsys.readouterr().out.startswith("usage: python -m drafter.")
 
 
-def test_by_hand_status_prints_the_page(run_config, capsys):
+def test_the_status_command_prints_the_page(run_config, capsys):
     assert status.main(["--set", f"run.dir={run_config.run.dir}"]) == 0
     assert "has not begun" in capsys.readouterr().out
 
@@ -107,7 +107,7 @@ def progressed(run_config, name, *records):
             file.write(json.dumps({"at": at, "done": done, "total": total, "unit": "rows"}) + "\n")
 
 
-def test_stages_run_by_hand_are_shown_as_their_manifests_say(run_config):
+def test_manual_stages_are_shown_as_their_manifests_say(run_config):
     by_hand(run_config, "01b_synthetic")
     by_hand(run_config, "02_hidden_states", status="running", process=process.identity(os.getpid()))
     assert "run smollm2_cpu: running manually" in (shown := text(run_config))
@@ -118,7 +118,7 @@ def test_stages_run_by_hand_are_shown_as_their_manifests_say(run_config):
     assert "last error: layer 2 is constant" in text(run_config)
 
 
-def test_a_stage_that_was_finished_by_hand_is_no_longer_the_runs_failure(run_config, state):
+def test_a_stage_that_was_finished_manually_is_no_longer_the_runs_failure(run_config, state):
     failed = {
         "01b_synthetic": {"status": "failed", "started": 1.7e9, "ended": 1.7e9 + 90, "seconds": 90.0, "exit_code": 3}
     }
@@ -147,7 +147,7 @@ def test_a_failure_whose_input_was_made_again_since_is_no_longer_shown(run_confi
     assert "04_train          begun" in shown and "No drafter yet" not in report.page(RunState(run_config))
 
 
-def test_a_call_is_not_told_by_what_an_earlier_one_said(run_config, state):
+def test_the_log_of_an_earlier_call_is_not_shown_for_a_later_one(run_config, state):
     stages = {"01b_synthetic": {"status": "running", "started": time.time() - 60, "seconds": 240}}
     state(stage="01b_synthetic", stages=stages)
     log = run_config.run_dir / "logs/01b_synthetic.log"
@@ -169,7 +169,7 @@ def test_a_call_is_not_told_by_what_an_earlier_one_said(run_config, state):
     assert "9 of 16 rows" in text(run_config) and "  | 19:05:40 9/16 rows" in text(run_config)
 
 
-def test_a_stage_by_hand_is_not_told_by_what_the_pipeline_kept_of_an_earlier_call(run_config, state):
+def test_the_pipelines_log_of_an_earlier_call_is_not_shown_for_a_manual_stage(run_config, state):
     state(status="interrupted", pid=2**22 - 1)
     log = run_config.run_dir / "logs/02_hidden_states.log"
     log.parent.mkdir()

@@ -222,7 +222,7 @@ def test_whether_a_reply_begins_inside_reasoning_is_read_from_the_prompts_last_t
     assert decode(Engine([1, 2]), ["a"], think_end=None).replies[0].thinks is False
 
 
-def test_no_environment_stands_between_us_and_the_engine(hostile):  # noqa: F811
+def test_no_proxy_of_the_environment_is_used_for_the_engine(hostile):  # noqa: F811
     """Seam B01"""
     assert decode(Engine([1, 2]), ["a"]).replies[0].chunks == [1, 2]
 

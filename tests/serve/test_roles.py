@@ -154,7 +154,7 @@ def test_check_names_the_command_that_brings_the_role_up(role):
     "answer",
     [b"SSH-2.0\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx", b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100000],
 )
-def test_what_answers_without_being_a_server_is_said(role, answer):
+def test_a_program_that_is_no_vllm_server_is_reported(role, answer):
     """R01: another program at the address, or a proxy that cuts replies."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -418,7 +418,7 @@ def test_a_server_that_was_never_ready_or_hangs_is_not_given_the_time_of_one_wit
     assert time.monotonic() - started < 5 and not roles.alive(run_config, "generate")
 
 
-def test_a_taken_port_is_said_before_anything_is_started_and_by_whom(role, tmp_path):
+def test_a_taken_port_is_reported_with_its_holder_before_anything_is_started(role, tmp_path):
     first = role()
     roles.up(first, "generate")
     second = role(url=first.servers.generate.url)
@@ -452,7 +452,7 @@ def test_a_caller_whose_flags_name_the_port_is_no_server_at_it(role):
     assert done.stdout == "None\n"
 
 
-def test_only_a_server_of_ours_that_no_process_uses_is_said_to_end(role, tmp_path):
+def test_only_an_unused_server_of_ours_is_proposed_to_be_ended(role, tmp_path):
     """The advice for another run's working server was `down`, and for any other process `kill`."""
     first = role()
     leader = serving_elsewhere(first)
@@ -503,7 +503,7 @@ def test_a_stage_that_looks_for_its_server_at_another_address_is_given_the_right
     assert moved in caplog.text and f"restarting it at http://127.0.0.1:{port}" in caplog.text
 
 
-def test_a_stop_says_how_long_it_may_take_and_how_long_it_took(role, caplog):
+def test_a_stop_logs_how_long_it_may_take_and_how_long_it_took(role, caplog):
     """`killed after 300 s` was said of every server that stopped at once."""
     run_config = role(stop_seconds=300)
     roles.up(run_config, "generate")
@@ -561,7 +561,7 @@ def test_a_server_listens_and_is_asked_at_the_ipv6_loopback(role):
     assert f"process {session(run_config)}, " in address.fault(run_config, "generate")
 
 
-def test_no_environment_stands_before_the_health_check(role, hostile):  # noqa: F811
+def test_no_proxy_of_the_environment_is_used_by_the_health_check(role, hostile):  # noqa: F811
     """Seam B01"""
     run_config = role()
     roles.up(run_config, "generate")
@@ -724,7 +724,7 @@ def test_a_start_waits_for_no_lock_and_says_so(role, monkeypatch):
         roles.up(run_config, "generate")
 
 
-def test_a_model_that_is_not_there_is_said_before_anything_is_started(role):
+def test_a_missing_model_is_reported_before_anything_is_started(role):
     run_config = config.load(CPU_CONFIG, [*role().origin.overrides, "target.model=/nowhere", "run.name=other"])
     with pytest.raises(ConfigError, match="no model at /nowhere"):
         roles.up(run_config, "generate")

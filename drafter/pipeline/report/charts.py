@@ -1,4 +1,4 @@
-"""Charts as inline SVG: colours come from the page's style sheet, so that they read in light and dark."""
+"""Charts as inline SVG: colours come from the page's style sheet, so that they fit light and dark mode."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,14 +6,14 @@ from html import escape
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 42
-POINTS = 400  # of a line: more than the pixels of a screen carry no information
+POINTS = 400  # of a line: more would not be visible on a screen
 LARGEST, SMALLEST = 1e100, 1e-11  # of a value and of an axis' span; beyond them arithmetic and rounding fail
 
 Points = Sequence[tuple[float, float]]
 
 
 def lines(title: str, series: Mapping[str, Points], x_label: str, y_label: str, from_zero: bool = False) -> str:
-    """One line a series, of its finite points; "" when there is nothing to draw."""
+    """One line per series, of its finite points; "" without any."""
     drawn = {name: [point for point in points if all(map(drawable, point))] for name, points in series.items()}
     series = {name: thin(points) for name, points in drawn.items() if points}
     if not series:
@@ -36,7 +36,7 @@ def lines(title: str, series: Mapping[str, Points], x_label: str, y_label: str, 
 def bars(
     title: str, labels: Sequence[str], series: Mapping[str, Sequence[float | None]], x_label: str, y_label: str
 ) -> str:
-    """Grouped bars from zero, one group a label; "" when there is nothing to draw."""
+    """Bars from zero, one group per label; "" without any value."""
     values = [value for heights in series.values() for value in heights if drawable(value)]
     if not values:
         return ""
@@ -108,7 +108,7 @@ def _text(text: str, x: float, y: float, kind: str = "tick") -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers that enclose low to high."""
+    """Round numbers that cover `low` to `high`."""
     if high - low < SMALLEST:
         high = low + (abs(low) if abs(low) > SMALLEST else 1)
     raw = (high - low) / count
@@ -119,7 +119,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def drawable(value: float | None) -> bool:
-    return value is not None and abs(value) < LARGEST  # of NaN too this is false
+    return value is not None and abs(value) < LARGEST  # also False for NaN
 
 
 def extent(values: Sequence[float]) -> tuple[float, float]:
@@ -127,13 +127,13 @@ def extent(values: Sequence[float]) -> tuple[float, float]:
 
 
 def thin(points: Points) -> Points:
-    """At most POINTS of them, the last one kept."""
+    """At most POINTS of the points, including the last one."""
     step = max(1, math.ceil(len(points) / POINTS))
     return [*points[:-1:step], points[-1]]
 
 
 def number(value: float) -> str:
-    """For an axis: 12k, 3.4M, 0.05."""
+    """A number as on an axis: 12k, 3.4M, 0.05."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def section(title: str, inside: str) -> str:
-    """A heading with what belongs to it; "" when there is nothing."""
+    """A heading with its content; "" without content."""
     return f"<h2>{escape(title)}</h2>{inside}" if inside else ""
 
 
@@ -19,7 +19,7 @@ def box(tone: str, said: str, more: str) -> str:
 
 
 def table(header: list[str], body: list[list[Any]]) -> str:
-    """Plain cells, so that the table copies into a spreadsheet."""
+    """A table of plain cells, which can be copied into a spreadsheet."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     lines = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in body)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'

@@ -1,4 +1,4 @@
-"""The page for the morning: `report.html`, one file, readable whatever happened.
+"""The report of a run: `report.html`, one file, written whatever happened.
 
 Written after every stage from what the stages left behind; a part that is not there yet is left out.
 By hand: `python -m drafter.pipeline.report --config FILE`.
@@ -56,7 +56,7 @@ def write(config: Config) -> Path:
     """Write `report.html` of a run and return its path."""
     path = config.run_dir / "report.html"
     text = page(RunState(config))
-    files.write_text(path, text.encode(errors="backslashreplace").decode())  # a file's name may be no text
+    files.write_text(path, text.encode(errors="backslashreplace").decode())  # a file name need not be valid text
     return path
 
 
@@ -93,7 +93,7 @@ def page(found: RunState) -> str:
 
 
 def verdict(found: RunState) -> str:
-    """What a person wants to know first: better or not, or why there is no answer."""
+    """The answer first: whether the drafter is better, or why that is not known."""
     if found.acceptance:
         head = found.acceptance["headline"]
         tone = {"better": "good", "worse": "bad"}.get(head["verdict"], "wait")
@@ -117,8 +117,8 @@ def verdict(found: RunState) -> str:
         return elements.box(
             "bad", f"No drafter yet: {where}", f"{escape(trouble.reason)}; {errors.next_action(code)}."
         )
-    standing = {name: found.status(name) for name in STAGES}
-    begun = [f"{name} {said}" for name, said in standing.items() if said != "not begun"]
+    statuses = {name: found.status(name) for name in STAGES}
+    begun = [f"{name} {status}" for name, status in statuses.items() if status != "not begun"]
     return elements.box("wait", "Not measured yet", escape(", ".join(begun) or "Not begun") + ".")
 
 
@@ -144,14 +144,14 @@ def acceptance(found: RunState) -> str:
 
 
 def _prompt_sources(found: RunState) -> str:
-    """How many prompts of each source every prompt set holds: a length says nothing of other sources."""
+    """Number of prompts by prompt set and source: an acceptance length is valid only for its sources."""
     sets = found.acceptance.get("prompt_sets", [])
     body = [[one["name"], source, count] for one in sets for source, count in one.get("sources", {}).items()]
     return elements.table(["prompt set", "source", "prompts"], body) if body else ""
 
 
 def timeline(found: RunState) -> str:
-    """Stages as planned and as they were; servers and repairs are part of a stage's time."""
+    """Planned and actual time of each stage, including its server's starts and restarts."""
     body = []
     for name in STAGES:
         seen, manifest = found.pipeline_record(name), found.manifest(name)
@@ -171,7 +171,7 @@ def durations(found: RunState) -> str:
 
 
 def throughput(found: RunState) -> list[str]:
-    """Rate over time of 01b and 02, from their recorded progress; of 04, from its metrics."""
+    """Rates over time: of 01b and 02 from their recorded progress, of 04 from its metrics."""
     drawn = []
     for name, what in zip(STAGES, ("Generation", "Extraction"), strict=False):
         points, unit = _rates(found.progress_records(name))
@@ -186,7 +186,7 @@ def throughput(found: RunState) -> list[str]:
 
 
 def lengths(found: RunState) -> str:
-    """Tokens of each row, all of it and what training sees of it."""
+    """Tokens of each row, and those of them that training sees."""
     index = checked.records_or_empty(
         found.config.stage_dir("02_hidden_states") / run_files.INDEX, run_files.Indexed, HISTOGRAM_ROWS
     )
@@ -260,7 +260,7 @@ def rows(found: RunState) -> str:
 
 
 def _preempted(found: RunState) -> str:
-    """What the server of 01b computed twice."""
+    """Tokens that 01b's server computed twice."""
     generation = found.manifest("01b_synthetic").get("facts", {}).get("generation", {})
     count, tokens = generation.get("preemptions"), generation.get("kv_cache_tokens", 0)
     if not count:
@@ -311,7 +311,7 @@ def _gb(count: float | None) -> float | None:
 
 
 def _rates(progressed: list[dict]) -> tuple[list[tuple[float, float]], str]:
-    """(minutes since the first record, rate since the one before it) and the unit."""
+    """Points (minutes since the first record, rate since the previous one) and the unit."""
     return [
         ((after["at"] - progressed[0]["at"]) / 60, (after["done"] - before["done"]) / (after["at"] - before["at"]))
         for before, after in pairwise(progressed)
