@@ -115,7 +115,7 @@ def _acceptance(config: Config, known: Rates) -> Estimate:
     budget, usual = acceptance.budget_minutes * 60, acceptance.cells[0].concurrency
     work = Range.point(0)
     for _, _, concurrency, _ in _measurements(config):
-        for count in _prompt_counts(config):
+        for count in prompt_counts(config):
             work += Range.point(count).over(in_flight(known.evaluate, min(concurrency, count) / usual))
     within = Range(*(min(each, budget) for each in astuple(work)))
     return Estimate("06_acceptance", within, known.start_seconds * num_server_starts(config), 0, 0)
@@ -131,7 +131,7 @@ def _measurements(config: Config) -> set[tuple[str, int, int, float | None]]:
     }
 
 
-def _prompt_counts(config: Config) -> list[int]:
+def prompt_counts(config: Config) -> list[int]:
     """Number of prompts that 06 takes of each set."""
     acceptance = config.acceptance
     counts = [num_drawn(source) or acceptance.max_prompts for source in acceptance.prompts] or [acceptance.held_out]

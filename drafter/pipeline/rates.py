@@ -139,7 +139,7 @@ def _measured(config: Config) -> dict[str, tuple[float, str]]:
         ("export", "05_export", lambda _, made: made["seconds"]),
         ("evaluate", "06_acceptance", lambda _, made: _prompts_per_second(config, made)),
     ):
-        for manifest in _manifests(config, stage_name):
+        for manifest in finished_manifests(config, stage_name):
             try:
                 value = read(manifest["facts"], manifest)
                 if value > 0:
@@ -160,7 +160,7 @@ def _prompts_per_second(config: Config, made: dict) -> float:
     return sum(each["prompts"] for each in like) / sum(each["seconds"] for each in like)
 
 
-def _manifests(config: Config, stage_name: str) -> Iterable[dict]:
+def finished_manifests(config: Config, stage_name: str) -> Iterable[dict]:
     """Manifests of finished stages with this target, newest first, with their `folder` and `config`."""
     found = []
     for path in config.run.dir.glob(f"*/{stage_name}/manifest.json"):

@@ -11,7 +11,7 @@ import pytest
 
 from drafter import config, disk, locks
 from drafter.errors import ConfigError
-from drafter.pipeline import command, disk_rate, kv_room, plan, rates, trial
+from drafter.pipeline import command, disk_rate, kv_room, plan, rates, resolution, trial
 from drafter.pipeline import run as pipeline
 from drafter.serve import boot_times
 from tests.conftest import CPU_CONFIG
@@ -153,13 +153,13 @@ def test_a_probe_never_takes_the_machine_from_its_own_run(tmp_path, model):
 def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monkeypatch):
     monkeypatch.setattr(plan.files, "free_bytes", lambda _: 3e12)
     now = datetime(2026, 11, 29, 19, 0)
-    text = plan.page(kimi, rates.profile(BOX), now, done_by=plan.next_time("10:30", now))
-    # 2.35 TB less the 40 conversations that are held out
+    text = plan.page(kimi, rates.profile(BOX), now, done_by=plan.next_time("13:30", now))
+    # 2.35 TB less the 200 conversations that are held out
     for count in ("5,000", "10,000", "25,000", "50,000", "100,000"):
         assert f"\n{count} " in text
-    assert "9,960 rows on 8x RTX PRO 6000 (PCIe); 40 of 10,000 conversations are held out" in text
-    assert "done Mon 09:" in text
-    assert "2.34 TB" in text and "lacks" in text and "h late" in text
+    assert "9,800 rows on 8x RTX PRO 6000 (PCIe); 200 of 10,000 conversations are held out" in text
+    assert "done Mon 12:" in text
+    assert "2.30 TB" in text and "lacks" in text and "h late" in text
     assert "proposal: 10,000 conversations, max_seq_len 8192, bf16" in text
     assert "8x B300" in text and "USD" in text
     assert "prompts: open-perfectblend, 10,000 conversations of mlabonne/open-perfectblend" in text
@@ -206,10 +206,10 @@ def test_a_deadline_is_what_it_is_in_the_run_the_end_of_01b(kimi):
     text = plan.page(kimi, rates.profile(BOX), now, deadline=plan.next_time("01:00", now))
     rate = 2100 * kv_room.of(kimi, rates.profile(BOX)).rate
     rows = round((6 * HOUR - 2 * 22 * 60) * rate / rates.of_profile(kimi, rates.profile(BOX)).answer_tokens.typical)
-    assert f"{rows:,} rows on 8x RTX PRO 6000 (PCIe), of 9,960 those answered by 01:00" in text
-    assert f"deadline Mon 01:00: 01b stops there with about {rows:,} of 9,960 rows" in text
+    assert f"{rows:,} rows on 8x RTX PRO 6000 (PCIe), of 9,800 those answered by 01:00" in text
+    assert f"deadline Mon 01:00: 01b stops there with about {rows:,} of 9,800 rows" in text
     early = plan.page(kimi, rates.profile(BOX), now, deadline=plan.next_time("07:00", now))
-    assert "deadline Mon 07:00: 01b has all 9,960 rows before it, at about Mon 02:" in early
+    assert "deadline Mon 07:00: 01b has all 9,800 rows before it, at about Mon 02:" in early
 
 
 def test_the_default_run_is_what_was_measured(tmp_path, model):
@@ -461,8 +461,8 @@ def test_a_rate_of_a_whole_04_holds_its_validations_and_its_disk(kimi, tmp_path)
 def test_the_plan_says_what_the_disk_feeds_and_when_production_serves_again(kimi, monkeypatch):
     now = datetime(2026, 11, 29, 19, 0)
     text = plan.page(kimi, rates.profile(BOX), now)
-    assert "done Mon 09:" in text and "vllm-kimi-k25-int4, if it was up before, serves again Mon 10:" in text
-    assert "04 reads 12.6" in text and "the speed of the disk is unknown here" in text
+    assert "done Mon 12:" in text and "vllm-kimi-k25-int4, if it was up before, serves again Mon 12:" in text
+    assert "04 reads 12.4" in text and "the speed of the disk is unknown here" in text
     monkeypatch.setattr(disk_rate, "bytes_per_second", lambda _: 2.82e9)
     assert "the disk gives 2.82 GB/s: it feeds 2.0 GPUs" in plan.page(kimi, rates.profile(BOX), now)
 
@@ -492,3 +492,21 @@ def test_the_starts_of_earlier_servers_are_planned_with(tmp_path, model):
     assert "a server start: 1.0 min (0.7 to 1.5), measured at the last 3 starts" in plan.show(run, None, None, None)
     (tmp_path / boot_times.NAME).write_text("torn")
     assert rates.measured_or(run, rates.profile("cpu_2cores")).sources["start"].startswith("profile")
+
+
+def test_the_difference_that_06_can_show_follows_from_the_intervals_of_an_earlier_one(tmp_path, model):
+    run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
+    assert resolution.smallest_difference(run, 8) is None and "is unknown until" in plan.show(run, None, None, None)
+    (folder := tmp_path / "earlier/06_acceptance").mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"status": "complete", "seconds": 33, "facts": {}}))
+    (folder / "config.yaml").write_text(run.dump())
+    names = ("verdict", "recommended", "drafter", "baseline")
+    figures = ("acceptance_length", "low", "high", "tokens_per_second", "speed_up")
+    figures += ("difference", "difference_low", "difference_high")
+    compared = {"part": "all", "low": 0.10, "high": 0.40, "prompts": 50}
+    parts = [{"part": "answer", "low": 0, "high": 9, "prompts": 3}, compared]
+    report = {"headline": dict.fromkeys(names, "x") | dict.fromkeys(figures, 1.0), "comparisons": parts}
+    (folder / "acceptance.json").write_text(json.dumps(report | {"measurements": []}))
+    found, earlier = resolution.smallest_difference(run, 200)
+    assert (found, earlier) == (pytest.approx(0.15 / 2), "earlier"), "four times the prompts, half the width"
+    assert "prompts show differences in acceptance length from" in plan.show(run, None, None, None)
