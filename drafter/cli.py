@@ -78,8 +78,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.plan and given:
         raise ConfigError(f"--plan covers the whole run: leave out {given[0]}")
     flags = [*given, *(["--deadline"] if args.deadline else []), *(["--plan"] if args.plan else [])]
-    if args.status and (flags or args.dry_run):
-        raise ConfigError(f"status only reads the run: leave out {[*flags, '--dry-run'][0]}")
+    if args.rehearse and flags:
+        raise ConfigError(f"--rehearse covers the whole run: leave out {flags[0]}")
+    flags += ["--rehearse"] * args.rehearse + ["--dry-run"] * args.dry_run
+    if args.status and flags:
+        raise ConfigError(f"status only reads the run: leave out {flags[0]}")
     if args.deadline and (args.only or args.first or "01b") != "01b":
         raise ConfigError("--deadline stops 01b, which this call does not run: leave it out")
     return args
@@ -110,6 +113,9 @@ def parser() -> Parser:
         "--dry-run",
         action="store_true",
         help="offline: show what each stage would do and what is missing; exits 0",
+    )
+    instead.add_argument(
+        "--rehearse", action="store_true", help="the whole run on the first layers of the model, in minutes"
     )
     result.add_argument(
         "--probe", action="store_true", help="with --plan: first measure the rates that were never measured here"

@@ -23,7 +23,8 @@ log = logging.getLogger("drafter")
 # Folders that can go, and the stage that must be complete before.
 FREED_BY = {"02_hidden_states": "05_export", "04_train": "05_export"}
 FREED_LOG = "freed.jsonl"
-BESIDE_RUNS = (FREED_LOG, "smoke.json", "engine.json", "target_fingerprints.json")  # shared by the runs
+# Shared by the runs
+BESIDE_RUNS = (FREED_LOG, "smoke.json", "engine.json", "rehearsals.json", "boots.jsonl", "target_fingerprints.json")
 IN_RUNS = (*STAGES, run_files.PIPELINE, locks.LOCK)  # a folder with one of these is a run
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from drafter import config, disk, files, locks
 from drafter.errors import ConfigError
-from drafter.pipeline import engine_check
-from drafter.serve import smoke_record
+from drafter.pipeline import engine_check, rehearsal_record
+from drafter.serve import boot_times, smoke_record
 from drafter.target import weights_fingerprint
 from tests.conftest import CPU_CONFIG
 from tests.holding import held
@@ -291,7 +291,9 @@ def test_what_no_run_made_is_named_and_left_alone(runs, capsys, tmp_path_factory
 
 def test_the_files_that_runs_share_are_ours():
     """Seam I: each module that keeps a file in run.dir."""
-    assert {smoke_record.NAME, engine_check.KEPT, weights_fingerprint.CACHE, "freed.jsonl"} == set(disk.BESIDE_RUNS)
+    kept = {smoke_record.NAME, engine_check.KEPT, weights_fingerprint.CACHE, rehearsal_record.NAME}
+    kept |= {boot_times.NAME, "freed.jsonl"}
+    assert kept == set(disk.BESIDE_RUNS)
 
 
 def test_a_small_folder_has_a_size(runs, capsys):

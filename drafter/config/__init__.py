@@ -61,6 +61,10 @@ class Run(Section):
         {}, description="finished stages of other runs: stage -> that stage's folder; read, never written"
     )
     keep: tuple[StageName, ...] = Field((), description="stages that `drafter.disk clean` never proposes")
+    rehearsal: bool = Field(
+        False,
+        description="set by --rehearse: the target is a part of the real one, so no drafter's guesses are judged",
+    )
     on_event: str | None = Field(None, description="a command, run with EVENT, STAGE and RUN in its environment")
 
 

@@ -40,11 +40,15 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if config.target.model == model_folder.DEFAULT_MODEL:
             default_model.ensure()
+        if args.rehearse:
+            from drafter.pipeline import rehearsal  # needs torch
+
+            return rehearsal.rehearse(config)
         pipelines.append(pipeline)
         return pipeline.run()
 
     def conclude(code: int) -> None:
-        if code - 128 in signals.SIGNALS:
+        if code - 128 in signals.SIGNALS and pipelines:
             log.info("%s: finished work is kept, %s", Interrupted(code - 128), errors.next_action(None))
         for pipeline in pipelines:
             if pipeline.begun:

@@ -7,7 +7,7 @@ from drafter.config import Config, StageName
 from drafter.errors import StageError
 from drafter.generate import prompts
 from drafter.model_folder import DEFAULT_MODEL
-from drafter.pipeline import preflight
+from drafter.pipeline import preflight, rehearsal_record
 from drafter.stage import read_taken
 
 UNITS: dict[StageName, str] = {
@@ -55,6 +55,8 @@ def lines(config: Config, plans: list[dict]) -> Iterator[str]:
             yield f"      ! {finding}"
         for note in (*each.get("read", ()), *each.get("broken", ()), *each.get("notes", ())):
             yield f"      {note}"
+    if line := rehearsal_record.advice(config):
+        yield line
     if found:
         yield f"{len(found)} to fix (!) before `run_pipeline.sh` starts anything"
     else:

@@ -74,7 +74,7 @@ def estimate(config: Config, known: Rates, size: Sizes, conversations: int) -> l
         ),
         Estimate(
             "04_train",
-            _training(config, known, size, trained, read * train.validation_share),
+            known.train_start + _training(config, known, size, trained, read * train.validation_share),
             none,
             trained.typical,
             (train.keep_checkpoints + 1) * checkpoint,

@@ -10,7 +10,7 @@ from typing import Any
 from drafter import checked, gpu, model_folder, run_files, stage
 from drafter.config import Config
 from drafter.errors import ConfigError, StageError
-from drafter.pipeline import disk_rate, kv_room
+from drafter.pipeline import disk_rate, kv_room, rehearsal_record
 from drafter.pipeline.profiles import LARGE_MODEL, Profile, Range, mean_when_cut, profile, profiles
 from drafter.serve import boot_times
 
@@ -34,6 +34,7 @@ class Rates:
     row_tokens: Range  # all tokens of a row, the prompt included
     evaluate: Range  # prompts a second of 06 in its first cell
     export: Range  # seconds of 05
+    train_start: Range  # seconds of 04 before its first step, if a rehearsal measured them
     sources: dict[str, str]  # rate -> where it comes from
     measured: frozenset[str] = frozenset()  # rates that were measured on this machine
     train_steps_only: bool = False  # as in Profile; a measured rate covers the whole stage
@@ -54,6 +55,7 @@ def of_profile(config: Config, platform: Profile) -> Rates:
         answer_tokens=answer,
         row_tokens=answer + Range.point(platform.prompt_tokens),
         evaluate=_evaluate(config, platform, platform.generate_tokens_per_s),
+        train_start=Range.point(0),
         export=EXPORT_SECONDS + Range.point(platform.model["drafter_parameters"] * 6).over(EXPORT_BYTES_PER_S),
         sources=dict.fromkeys(OF_PROFILE, f"profile {platform.title}")
         | {
@@ -113,7 +115,22 @@ def measured_or(config: Config, platform: Profile) -> Rates:
     if "evaluate" not in rates.measured:
         ample = rates.generate if "generate" in rates.measured else platform.generate_tokens_per_s
         rates = dataclasses.replace(rates, evaluate=_evaluate(config, platform, ample))
-    return rates
+    return _with_rehearsal(config, rates)
+
+
+def _with_rehearsal(config: Config, rates: Rates) -> Rates:
+    """With what a rehearsal measured: a lower bound of a server's start, 04's imports and kernels, and 05."""
+    if (found := rehearsal_record.find(config)) is None:
+        return rates
+    least = found["start_seconds"]
+    start = Range(*(max(each, least) for each in dataclasses.astuple(rates.start_seconds)))
+    note = f"{rates.sources['start']}, at least the {least:.0f} s of {found['run']} with {found['layers']} layers"
+    changes: dict[str, Any] = {"start_seconds": start, "sources": rates.sources | {"start": note}}
+    if "train" not in rates.measured:  # a measured rate covers the whole stage, its imports too
+        changes["train_start"] = Range.point(found["train_start_seconds"])
+    if "export" not in rates.measured:
+        changes["export"] = Range.point(found["export_seconds"])
+    return dataclasses.replace(rates, **changes)
 
 
 def _needs_smoke_test(config: Config) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from drafter import cli, errors, process, run_files, run_locks, signals
 from drafter.config import ROOT, Config, Role, StageName
 from drafter.errors import ConfigError, ContractError, Interrupted, StageError
-from drafter.pipeline import deadline, events, other_rows, supervise
+from drafter.pipeline import deadline, events, other_rows, rehearsal_record, supervise
 from drafter.pipeline.production_units import Machine, only_logged
 from drafter.pipeline.run_record import RunRecord, state_path
 from drafter.pipeline.steps import STEPS, Step
@@ -78,14 +78,14 @@ class Pipeline:
         try:
             for number, step in enumerate(self.steps):
                 if self.pending(step):
-                    self._preflight(step)
+                    self.preflight(step)
                     return step, self.steps[:number]
             return None, self.steps
         except StageError:
             events.report(self.config, "failed")
             raise
 
-    def _preflight(self, first: Step) -> None:
+    def preflight(self, first: Step) -> None:
         """Check every stage that will work: what is unfinished, and `first`, which may be asked for more rows."""
         from drafter.pipeline import preflight  # needs torch, which a finished run does not
 
@@ -102,7 +102,9 @@ class Pipeline:
             return 0
         self.worked = True
         if not checked:
-            self._preflight(step)
+            self.preflight(step)
+        if line := rehearsal_record.advice(self.config):
+            log.info("%s", line)
         return self._prepare_prompts() or self._smoke_test()
 
     def _prepare_prompts(self) -> int:

@@ -1,5 +1,6 @@
 """The command, vLLM flags and environment in the files of a systemd unit."""
 
+import os
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -8,7 +9,8 @@ from typing import Any
 
 from drafter.config import ROOT, Server
 
-UNIT_FOLDERS = tuple(map(Path, ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system")))
+FOLDERS = "/etc/systemd/system:/run/systemd/system:/usr/lib/systemd/system"
+UNIT_FOLDERS = tuple(map(Path, os.environ.get("SYSTEMD_UNIT_PATH", FOLDERS).split(":")))  # systemd's own variable
 KV_ADVICE = {"decode-context-parallel-size": "4", "watermark": "0.05"}  # of a server that answers 200 requests
 SHIPPED = ROOT / "configs/systemd"
 
@@ -22,6 +24,9 @@ class UnitFile:
     flags: dict[str, str | bool] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     unread: list[Path] = field(default_factory=list)  # files, of the unit or of its environment
+    user: str = "root"
+    umask: int = 0o022
+    folder: str = "/"
 
 
 def read(unit: str) -> UnitFile | None:
@@ -60,6 +65,12 @@ def _read(paths: list[Path]) -> UnitFile:
                 found.command = _words(value)
             elif key == "Environment":
                 found.environment |= _assignments(_words(value))
+            elif key == "User":
+                found.user = value or "root"
+            elif key == "UMask":
+                found.umask = int(value or "022", 8)
+            elif key == "WorkingDirectory":
+                found.folder = value.removeprefix("-") or "/"
             elif key == "EnvironmentFile":
                 _read_environment(Path(value.removeprefix("-")), found)
     found.flags = _flags(found.command)

@@ -97,9 +97,11 @@ def copy(cut: Cut, folder: Path) -> None:
 def copy_drafter(source: Path, folder: Path, aux_layer_ids: list[int]) -> None:
     """A drafter folder that reads other layers: its config with these ids, and links to everything else."""
     config = eagle3_folder.read_config(source)
-    nested = {"eagle_config": (config.get("eagle_config") or {}) | {eagle3_folder.LAYER_IDS: aux_layer_ids}}
+    if eagle3_folder.layer_ids(config):  # else it is of a form that reads none
+        ids = {eagle3_folder.LAYER_IDS: aux_layer_ids}
+        config |= ids | {"eagle_config": (config.get("eagle_config") or {}) | ids}
     folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(json.dumps(config | {eagle3_folder.LAYER_IDS: aux_layer_ids} | nested, indent=1))
+    (folder / CONFIG).write_text(json.dumps(config, indent=1))
     for path in source.iterdir():
         if path.name != CONFIG:
             (folder / path.name).symlink_to(path.resolve())

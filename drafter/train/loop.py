@@ -93,8 +93,9 @@ class Training:
         self.model.to(self.ranks.device)
         counts = examples.token_counts(self.dataset.train, self.dataset.folder, config.target.architecture.vocab_size)
         kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
-        self.outside = first_look.share_outside_vocabulary(kept, counts)
-        if train.warm_start and not done:
+        judged = not config.run.rehearsal  # what a part of the target writes says nothing about a drafter
+        self.outside = first_look.share_outside_vocabulary(kept, counts, judged)
+        if train.warm_start and not done and judged:
             self.ranks.on_main(lambda: self._check_warm_start(verifier))
         draft_model.freeze_all_but(self.model, train.trainable)
         reader = make_reader(config, self.dataset.folder, pin=self.ranks.device.type == "cuda")

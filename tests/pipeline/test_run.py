@@ -904,7 +904,7 @@ def test_two_runs_that_share_a_unit_refuse_each_other_by_name_and_leave_the_mach
 
     Seam H4: it is refused before its checks, whose answers the first one changes.
     """
-    monkeypatch.setattr(pipeline.Pipeline, "_preflight", lambda _: pytest.fail("checked before the claim"))
+    monkeypatch.setattr(pipeline.Pipeline, "preflight", lambda _: pytest.fail("checked before the claim"))
     unit = ["servers.generate.kind=systemd", "servers.generate.unit=vllm-team"]
     first, second = made(*unit, "run.name=first"), made(*unit, "run.name=second")
     with first.machine.claimed():
