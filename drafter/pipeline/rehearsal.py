@@ -33,6 +33,7 @@ log = logging.getLogger("drafter")
 
 PAGE = "rehearsal.txt"
 KEPT = (PAGE, "manifest.json", "config.yaml")  # and logs
+OWED = ("pipeline.json", *(f"{role}.json" for role in get_args(Role)))  # what a killed rehearsal left running
 PROMPTS, HELD_OUT = 8, 2  # of each source
 LEAST_TOKENS, ACCEPTANCE_TOKENS = 32, 32  # of an answer
 TRAIN_STEPS = 2
@@ -100,12 +101,12 @@ def rehearse(config: Config) -> int:
                 f"run.dir: the rehearsal's copy of {cut.layers} layers takes {text.size(cut.bytes)}, and "
                 f"{text.size(free)} are free in {config.run.dir}"
             )
-        _empty(folder, keep=("pipeline.json",))
+        with run_locks.pipeline(load(config.origin.path, [*config.origin.overrides, f"run.name={folder.name}"])):
+            _empty(folder, keep=OWED)  # once no stage of a killed rehearsal works in it
         try:
             code, page = _rehearsed(config, folder, cut, how_started)
         except BaseException as stop:
-            owed = files.read_note(folder / "pipeline.json").get("production")
-            _empty(folder, keep=("pipeline.json",) if owed else ())
+            _empty(folder, keep=OWED if files.read_note(folder / OWED[0]).get("production") else ())
             if isinstance(stop, Interrupted):
                 log.info("%s: nothing is left of the rehearsal", stop)
             raise
