@@ -51,7 +51,7 @@ class Rehearsal(Pipeline):
     def pending(self, step: Step) -> int:
         return 1
 
-    def preflight(self) -> None:
+    def preflight(self, first: Step) -> None:
         """Made of the night's config, before its production server is stopped."""
 
     def _work(self, step: Step) -> int:
@@ -93,7 +93,7 @@ def rehearse(config: Config) -> int:
         held.enter_context(Machine(config).claimed())
         held.enter_context(_without_the_night(config))
         night = Pipeline(config, STEPS, None, None)
-        night.preflight()
+        night.preflight(STEPS[-1])
         how_started = _units(config)
         cut = shallow.cut(config.target.model, config.target.layer_ids)
         if cut.bytes > (free := files.free_bytes(config.run.dir)):

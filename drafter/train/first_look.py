@@ -74,8 +74,8 @@ def check_warm_start(drafter: Drafter, verifier: Verifier, config: Config, datas
 def share_outside_vocabulary(kept: Tensor, counts: Tensor, judged: bool = True) -> float:
     """Share of `counts` [V] (how often the target wrote each token) outside the draft vocabulary `kept` [V] bool.
 
-    If `judged`, raises ConfigError when none of the tokens is in the vocabulary, or nearly all would be if its ids were
-    shifted.
+    If `judged`, raises ConfigError when none of the tokens is in the vocabulary, or nearly all would be if its ids
+    were shifted.
     """
     if not judged:
         return 1 - float(counts[kept].sum() / counts.sum())
