@@ -1,1 +1,1 @@
-"""What produced the figures of docs/measurements.md; each module is a program: `python -m benchmarks.train`."""
+"""Programs that produced the figures of docs/measurements.md; each module is one: `python -m benchmarks.train`."""

@@ -1,4 +1,4 @@
-"""How fast hidden states come out: of the whole stage beside what its server could do, and of the writer alone.
+"""Speed of extracting hidden states: the whole stage compared with its server's own speed, and the writer alone.
 
     python -m benchmarks.extract serve --prompts questions.jsonl --out DIR [--config FILE] [--set SECTION.KEY=VALUE]
     python -m benchmarks.extract long --prompts questions.jsonl --out DIR
@@ -6,7 +6,7 @@
 
 `serve` starts vLLM servers of the config's target side by side on one device, with no prefix caching and
 `--kv-gb` of cache each (which also spares them the memory profiling that servers starting together would disturb):
-  unread       vLLM's own connector; nobody reads its files
+  unread       vLLM's own connector; its files are not read
   ours         our connector, with the config's flags
   plain        the same flags, but nothing is extracted
   profile      our connector under a clock (timed_connector.py)
@@ -98,7 +98,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def variants(args: argparse.Namespace) -> dict[str, tuple[config.Config, config.Role]]:
-    """Each server's config and role, by name."""
+    """The config and role of each server, by name."""
     foreign = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
@@ -133,7 +133,7 @@ def variants(args: argparse.Namespace) -> dict[str, tuple[config.Config, config.
 
 
 def start(wanted: dict, stack: ExitStack, one_by_one: bool) -> dict:
-    """Bring servers up; those that came, in the order wanted. They are stopped with `stack`."""
+    """Start servers; returns those that became ready, in the requested order. `stack` stops them."""
 
     def bring(name: str) -> str | None:
         try:
@@ -152,7 +152,7 @@ def start(wanted: dict, stack: ExitStack, one_by_one: bool) -> dict:
 
 
 def passes(args: argparse.Namespace, running: dict, rows, dataset: Path) -> Iterator[tuple[str, int, Callable]]:
-    """What is measured, the most wanted first: a name, how many requests are in flight, the measurement."""
+    """The measurements, most important first: name, number of requests in flight, function."""
     tokens = sum(map(len, rows))
 
     def bare(name: str, level: int, together: int = 1) -> float:
@@ -251,7 +251,7 @@ def post_all(
 
 
 def extract(run_config: config.Config, *sets: str) -> dict:
-    """Run stage 02 from nothing; its summary, with the seconds of its process and of its start added."""
+    """Run stage 02 from the beginning; returns its summary, with the seconds of its process and of its start."""
     folder = run_config.stage_dir("02_hidden_states")
     for path in folder.iterdir():
         if path.name not in (".writers", "timings"):
@@ -316,7 +316,7 @@ def read_clocks(run_config: config.Config) -> dict[str, list[float]]:
 
 
 def engines(api: int) -> list[int]:
-    """The processes that a server's API started, and theirs."""
+    """The descendants of a server's API process."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

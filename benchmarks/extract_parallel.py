@@ -1,4 +1,4 @@
-"""Stage 02 of one target on 1, 2 and 4 GPUs by tensor parallelism: how fast, and the same states.
+"""Stage 02 of one target on 1, 2 and 4 GPUs with tensor parallelism: speed, and whether the states are the same.
 
     python -m benchmarks.extract_parallel --out DIR [--degrees 1,2,4]
     python -m benchmarks.extract_parallel --out DIR --degrees 1,2 --tiny      on a CPU
@@ -116,7 +116,7 @@ def make_target(folder: Path, shape: dict) -> None:
 
 
 def settings_of(degree: int, position: int, model: Path, args: argparse.Namespace) -> list[str]:
-    """Overrides of a config for one degree, on a port of its own."""
+    """Overrides of a config for one degree, on a separate port."""
     flags = {"max-num-batched-tokens": 16384, "max-model-len": 8192, "gpu-memory-utilization": args.memory}
     flags |= {"kv-cache-memory-bytes": 20_000_000_000}  # servers that start together cannot measure what is free
     if not torch.cuda.is_available():
@@ -151,7 +151,7 @@ def log_of(run_config: config.Config) -> str:
 
 @contextlib.contextmanager
 def servers(runs: dict[int, config.Config]) -> Iterator[list[int]]:
-    """Every degree's server, up; the degrees that came up. Of the others the end of the log is printed."""
+    """Start a server for every degree; returns those that became ready, prints the others' log tails."""
 
     def up(degree: int) -> bool:
         try:
@@ -192,7 +192,7 @@ def measure(run_config: config.Config, overrides: list[str], degree: int, rows: 
 
 
 def extract(overrides: list[str], seconds: float) -> dict:
-    """Stage 02's summary, run as a user runs it, its server being there already."""
+    """Run stage 02 as a user does, on the running server; returns its summary."""
     line = [sys.executable, "02_extract_hidden_states.py"]
     for entry in [*overrides, "servers.extract.kind=external"]:
         line += ["--set", entry]

@@ -1,12 +1,12 @@
-"""What stage 01b costs beside the server: requests a second, output tokens a second, start-up, memory.
+"""What stage 01b costs in addition to the server: requests a second, output tokens a second, start-up, memory.
 
     python -m benchmarks.generate loopback                   # a server that answers at once with 1 KB
     python -m benchmarks.generate memory --count 1000000     # the same with a million prompts in the mix
     python -m benchmarks.generate server --config configs/smollm2_gpu.yaml --url http://127.0.0.1:8101 \\
         --prompts questions.jsonl --count 2000 --concurrency 200 --max-tokens 512
 
-`server` wants the role up already. Rounds alternate between a bare aiohttp load generator (A) and stage 01b (B), with
-the very same request bodies, each in a process of its own; `--speculators` adds its regenerate-responses (the server
+`server` needs the role's running server. Rounds alternate between a bare aiohttp load generator (A) and stage 01b (B),
+with the very same request bodies, each in a process of its own; `--speculators` adds its regenerate-responses (the server
 must then list the model's path as a second name), and `--seed-cost` rounds of A without per-row seeds. Idle shares
 are computed from the answers' true lengths: what the order of the requests costs at the end of a run, and could cost.
 Prints `METRIC name value` lines. Nothing is downloaded.
@@ -54,7 +54,7 @@ REPLY = json.dumps(
 
 
 class Loopback(asyncio.Protocol):
-    """The least a server can do: read a request, write the same answer."""
+    """A minimal server: reads a request, writes always the same answer."""
 
     ANSWERS = {
         b"/v1/chat": REPLY,
@@ -293,7 +293,7 @@ def toy_bench(args: argparse.Namespace, folder: Path, url: str) -> Bench:
 
 
 def run_memory(args: argparse.Namespace, folder: Path) -> None:
-    """The whole mix is asked for, and a deadline ends the run after some minutes."""
+    """The whole mix is requested, and a deadline ends the run after some minutes."""
     with loopback() as url:
         bench = toy_bench(args, folder, url)
         minutes = 2 + args.count // 100_000  # reading a million prompts takes some

@@ -1,4 +1,4 @@
-"""From prompts to a trained drafter, each program as its users start it: ours, and speculators' own commands.
+"""From prompts to a trained drafter, each program started as its users do: ours, and speculators' own commands.
 
     python -m benchmarks.prompts_to_drafter ours --prompts mix.jsonl --out DIR --gpu 0
     python -m benchmarks.prompts_to_drafter speculators --prompts mix.jsonl --out DIR --gpu 1

@@ -1,4 +1,4 @@
-"""Does it pay to train on the model's own answers? The same questions, steps, tokens a step and seed, both ways.
+"""Whether training on the model's own answers pays off: the same questions, steps, tokens a step and seed, both ways.
 
     python -m benchmarks.replay_against_regenerate --prompts questions.jsonl --evaluate eval_a.jsonl eval_b.jsonl
 

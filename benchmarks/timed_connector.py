@@ -1,4 +1,4 @@
-"""Our connector under a clock: where an engine step's time goes.
+"""Times our connector: where an engine step spends its time.
 
 For `benchmarks/extract.py` alone; vLLM loads it by `kv_connector_module_path`. Twice a second the totals of a process
 (scheduler and worker may share one) are written to `timings/<pid>.json` in the folder of the connector: {name:

@@ -1,11 +1,11 @@
-"""Speed and memory of the training step and of the whole stage, beside speculators' own step.
+"""Speed and memory of the training step and of the whole stage, compared with speculators' own step.
 
     python -m benchmarks.train                       every part, under 8 minutes on one H200
     python -m benchmarks.train --parts step,profile  some of them
     python -m benchmarks.train --tiny                the same code on a small shape, on a CPU too
 
-Every part is a process of its own with a time limit, so that one that fails or hangs costs only itself. Figures are
-printed as `METRIC name value` as soon as they are known.
+Every part runs in a separate process with a time limit, so that one that fails or hangs does not stop the others.
+Figures are printed as `METRIC name value` as soon as they are known.
 """
 
 import argparse
@@ -562,7 +562,7 @@ def part_files(shape: Shape, arguments) -> None:
 
 
 def forget(paths: list[Path]) -> None:
-    """Out of the page cache, as states of a night are."""
+    """Out of the page cache, as after a night of extraction."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

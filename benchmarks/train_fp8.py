@@ -1,4 +1,4 @@
-"""Would fp8 products with the frozen heads pay? Their time at the Kimi shape, and what they do to loss and gradient.
+"""Whether fp8 products with the frozen heads would pay off: time at the Kimi shape, effect on loss and gradient.
 
     python -m benchmarks.train_fp8            on a GPU that has fp8 (H100 and later), under a minute
     python -m benchmarks.train_fp8 --tiny     the same code on a small shape, on a CPU too

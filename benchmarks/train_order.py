@@ -1,9 +1,9 @@
-"""What adding in one order costs a training step, and whether two runs then are the same: A B A B.
+"""The cost of adding in a fixed order in a training step, and whether two runs are then identical: A B A B.
 
     python -m benchmarks.train_order            on a GPU, under two minutes
     python -m benchmarks.train_order --tiny     the same code on a small shape, on a CPU too
 
-The Kimi-shaped step of `train.py`. Every turn is a process of its own and starts with the same weights.
+The Kimi-shaped step of `train.py`. Every turn is a separate process and starts with the same weights.
 """
 
 import hashlib

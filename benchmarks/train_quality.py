@@ -1,4 +1,4 @@
-"""Does a step teach as much as speculators' own? Drafters trained on a run's rows, measured by two yardsticks.
+"""Whether a step learns as much as speculators' own: drafters trained on a run's rows, compared by two measures.
 
     python -m benchmarks.train_quality --captured runs/smollm2_cpu       on a CPU too, in three minutes
 

@@ -215,7 +215,7 @@ def scaling(world: int, peer: bool, arguments, alone: float | None, saves: str =
 
 
 class Runs:
-    """`04_train.py` over the same rows, one epoch, one global batch; every run under a name of its own."""
+    """`04_train.py` over the same rows, one epoch, one global batch; every run under its own name."""
 
     def __init__(self, folder: Path, world: int, tiny: bool):
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What a signal to stage 04 waits for at Kimi's shape: from the signal to the exit, everything saved and durable.
+"""How long stage 04 needs at Kimi's shape from a signal to its exit, with everything saved and durable.
 
     python -m benchmarks.train_signal              on every GPU of this machine, about three minutes
     python -m benchmarks.train_signal --tiny       the same code on a small shape, on a CPU too

@@ -74,7 +74,7 @@ def make_run(folder: Path, shape: bench.Shape, rows: int) -> list[str]:
 
 
 def train_command(folder: Path, model: Path, layer_ids: list[int], shape: bench.Shape) -> list[str]:
-    """04_train.py over the stage 02 of `folder`/runs/bench, with what speculators is told as well."""
+    """04_train.py over the stage 02 of `folder`/runs/bench, with the settings that speculators gets as well."""
     settings = {
         "run.name": "bench", "run.dir": folder / "runs", "target.model": model, "target.layer_ids": layer_ids,
         "target.max_seq_len": shape.pack, "train.draft_vocab_size": shape.draft_vocab,

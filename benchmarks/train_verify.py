@@ -87,7 +87,7 @@ def epoch(data, reader, device, workers: int, rows: list, rate: int | None) -> t
 
 
 def forget(paths: list[Path]) -> None:
-    """Out of the page cache, as states of a night are."""
+    """Out of the page cache, as after a night of extraction."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

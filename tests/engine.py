@@ -57,7 +57,7 @@ class Engine:
         app.router.add_post("/v1/completions", self._complete)
         runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=1
-        )  # as vLLM aborts what nobody awaits
+        )  # as vLLM aborts requests without a client
         self._loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", self.port)
         self._loop.run_until_complete(site.start())
@@ -146,7 +146,7 @@ def _entry(log_probs: torch.Tensor, token: int) -> dict:
     return entry
 
 
-if __name__ == "__main__":  # in a process of its own, to be killed: MODEL ROOT PORT, seconds that a request takes
+if __name__ == "__main__":  # in a separate process, to be killed: MODEL ROOT PORT, seconds that a request takes
     torch.set_num_threads(1)
     with Engine(Path(sys.argv[1]), Path(sys.argv[2]), port=int(sys.argv[3])) as engine:
         engine.plan = lambda _body: time.sleep(float(sys.argv[4]))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The toy tokenizer: a token is a byte; what stands for turns and thinking comes above.
+# The toy tokenizer: a token is a byte; the ids of turns and thinking come above.
 END, USER, ASSISTANT, SYSTEM, THINK, THINK_END, TOOL_MARK = range(256, 263)
 VOCAB = 300
 SPECIAL_TOKENS = {"<think>": THINK, "</think>": THINK_END, "<|tool_mark|>": TOOL_MARK}
@@ -55,7 +55,7 @@ def encode(text: str) -> list[int]:
 
 
 def render(messages: list[dict], generation_prompt: bool = True, thinking: bool = True) -> list[int]:
-    """The toy chat template: in the history an answer stands behind an empty pair of thinking tokens."""
+    """The toy chat template: in the history an empty pair of thinking tokens precedes each answer."""
     ids: list[int] = []
     for message in messages:
         ids.append(ROLE_IDS[message["role"]])
@@ -123,7 +123,7 @@ def make_model_folder(folder: Path) -> Path:
 
 
 class FakeServer:
-    """`with FakeServer() as server:` serves on `server.url` from a thread of its own until the block ends.
+    """`with FakeServer() as server:` serves on `server.url` from a separate thread until the block ends.
 
     `script` is asked for every chat completion first; None lets the toy model answer. `alive = False` makes the
     health checks and the trial completion fail as well.

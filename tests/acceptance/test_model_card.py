@@ -63,7 +63,7 @@ def test_a_card_names_no_local_path(target, tmp_path):
     found = text(run)
     assert str(tmp_path) not in found and str(target.parent) not in found
     assert "against `model`" in found and "--model tiny-target" in found
-    assert "| model (2) | s (24)" in found, "two folders of one name are told apart"
+    assert "| model (2) | s (24)" in found, "two folders of one name are distinguished"
 
 
 @pytest.mark.parametrize("taken", [("02_hidden_states",), ("04_train",), ("01b_synthetic", "02_hidden_states")])

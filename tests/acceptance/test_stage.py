@@ -349,7 +349,7 @@ def script(name: str, run: config.Config, tmp_path: Path, *arguments: str) -> tu
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def test_a_warm_start_passes_the_door_once_for_all_runs(tmp_path, drafter, monkeypatch):
+def test_a_warm_start_is_smoke_tested_once_for_all_runs(tmp_path, drafter, monkeypatch):
     """X02, X09: its number on this target is kept; other weights, or another engine's arguments, pass it anew."""
     run = make_run(tmp_path, drafter, "run.name=before", "train.draft_vocab_size=null")
     shutil.rmtree(export.drafter_folder(run))
@@ -375,7 +375,7 @@ def test_a_warm_start_passes_the_door_once_for_all_runs(tmp_path, drafter, monke
 def test_an_a_a_comparison_served_by_vllm(tmp_path, model):
     """X05: it loads. The same weights as warm start and as run: real counters, streams that match, no verdict."""
     comma = one_word_drafter(model, tmp_path / "comma", COMMA)
-    run = make_run(tmp_path, comma, f"target.think_end={COMMA}")  # a comma ends what stands for reasoning here
+    run = make_run(tmp_path, comma, f"target.think_end={COMMA}")  # here a comma ends the reasoning
     code, summary, talk = script("06_measure_acceptance.py", run, tmp_path)
     assert code == 0, talk
     assert summary["facts"]["verdict"] == "no difference shown"

@@ -282,7 +282,7 @@ def test_engines_that_start_together_keep_each_others_lock_files(tmp_path, monke
 
 
 def stopped(rig, parts, rows) -> set[str]:
-    """Finish `rows` while the writing process stands still, as on a disk that does; the requests that are freed."""
+    """Finish `rows` while the writer process is stopped, as on a disk that hangs; returns the freed requests."""
     os.kill(rig.worker._out._process.pid, signal.SIGSTOP)
     freed = set()
     for part, (ids, hidden) in zip(parts, rows, strict=True):
@@ -306,7 +306,7 @@ def test_a_full_queue_holds_blocks_and_memory_until_the_disk_has_caught_up(tmp_p
 
 
 def test_rows_of_all_lengths_go_round_the_queue_unharmed(tmp_path):
-    """Its memory is a ring: a row that does not fit before its end stands at its start."""
+    """Its memory is a ring: a row that does not fit before its end is placed at its start."""
     rig = Rig(tmp_path, LAYERS, HIDDEN, longest=300, queue_gb=0.0004)
     lengths = torch.randint(1, 300, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [row(tokens, seed=i) for i, tokens in enumerate(lengths)]
@@ -392,7 +392,7 @@ def test_a_row_larger_than_the_queue_passes_alone(tmp_path):
 
 
 def test_one_notice_frees_a_request_under_tensor_parallelism(tmp_path):
-    """Ranks that write nothing report nothing, and the engine is told to expect one notice."""
+    """Ranks that write nothing report nothing, and the engine expects one notice."""
     rig = Rig(tmp_path, LAYERS, HIDDEN)
     assert rig.scheduler.get_finished_count() == 1
     ids, hidden = row(32)
@@ -402,7 +402,7 @@ def test_one_notice_frees_a_request_under_tensor_parallelism(tmp_path):
     assert not list(tmp_path.glob("a.*"))
 
 
-def test_a_dead_server_is_told_from_a_late_file(tmp_path):
+def test_a_dead_server_is_distinguished_from_a_late_file(tmp_path):
     """The writer's file is locked while the server lives; the next server removes what the dead left."""
     rig = Rig(tmp_path, LAYERS, HIDDEN)
     assert states.is_locked(rig.scheduler._writer)

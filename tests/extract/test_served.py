@@ -94,7 +94,7 @@ def test_right_states_pass_and_every_wrong_kind_is_caught(corrupting, model, cap
 def test_long_rows_in_chunks_over_a_cached_prefix_give_the_states_of_one_pass(model, tmp_path, capsys):
     """H01: 700 tokens in chunks of 128, then again from the prefix cache.
 
-    On a CPU a prompt of an MLA target longer than a chunk waits for ever, so a Llama stands in.
+    On a CPU a prompt of an MLA target longer than a chunk waits for ever, so a Llama replaces it.
     """
     rows = [words(model, 1, f"long{number}", TEXT)[0] for number in range(2)]
     text = words(model, 24, "text", TEXT)

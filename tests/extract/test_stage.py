@@ -224,7 +224,7 @@ def test_rows_that_one_request_exchanges_are_found_and_asked_for_again(tmp_path,
 
 
 def test_a_reply_without_log_probabilities_is_refused(run, engine, capsys, monkeypatch):
-    """Seam F4: without them a file cannot be told from another row's."""
+    """Seam F4: without them a file cannot be distinguished from another row's."""
     compute = engine._compute
 
     def without(body, prompts, fault):
@@ -431,7 +431,7 @@ def test_a_client_stopped_at_any_moment_loses_nothing(tmp_path, tiny, capsys, nu
 
 
 def test_client_and_server_killed_at_random_moments_lose_nothing(tmp_path, tiny, capsys):
-    """H08, H09, H10: a server is waited for while its client lives; at the end exactly the rows, whoever died."""
+    """H08, H09, H10: the client waits for a dead server; at the end all rows are there, whichever process died."""
     run, port, choose = Run(tmp_path, tiny, make_rows(60)), free_port(), random.Random(0)
 
     def some_more() -> None:
@@ -602,7 +602,7 @@ def test_the_index_is_a_cache(run, engine, capsys):
     index = (run.folder / "index.jsonl").read_bytes()
     (run.folder / "index.jsonl").unlink()
     shutil.rmtree(run.folder / ".journal")
-    code, _summary = run.extract(capsys, 1)  # files that no journal vouches for are checked, not asked for again
+    code, _summary = run.extract(capsys, 1)  # files that are in no journal are checked, not requested again
     assert code == 0 and (run.folder / "index.jsonl").read_bytes() == index
 
 
@@ -800,9 +800,11 @@ def test_a_row_that_the_shards_repeat_is_extracted_once_and_counted(run, engine,
     code, summary = run.extract(capsys, engine.port)
     assert (code, summary["status"], summary["out"]) == (0, "complete", 12)
     assert summary["rejected"] == {"duplicate": 2} and summary["in"] == 14
-    told = list(files.read_jsonl(run.folder / "rejected.jsonl"))
-    assert {one["row_id"] for one in told} == {run.rows[2].row_id, run.rows[5].row_id}
-    assert all("shard-00001.jsonl repeats the row; the one in shard-00000.jsonl is used" in o["detail"] for o in told)
+    recorded = list(files.read_jsonl(run.folder / "rejected.jsonl"))
+    assert {one["row_id"] for one in recorded} == {run.rows[2].row_id, run.rows[5].row_id}
+    assert all(
+        "shard-00001.jsonl repeats the row; the one in shard-00000.jsonl is used" in o["detail"] for o in recorded
+    )
     assert states.read_header(run.folder / contracts.states_path(run.rows[5].row_id)).token_ids.tolist() == (
         run.rows[5].input_ids
     )
@@ -918,7 +920,7 @@ def test_a_server_that_dies_before_the_first_files_is_gone_not_wrong(run, engine
 
 
 def test_a_journal_that_cannot_be_written_stops_the_run_with_one_line(run, engine, capsys, monkeypatch, caplog):
-    """H15: nobody waited for the task that writes it, so the run went on and left a traceback."""
+    """H15: the task that writes it was not awaited, so the run continued and left a traceback."""
     journal, calls = files.Journal.append, itertools.count()
 
     def append(self, record: dict) -> None:

@@ -73,7 +73,7 @@ def test_reading_gives_back_what_was_written(tmp_path, dtype):
     states.check_content(tmp_path / "a")
 
 
-def test_a_file_can_be_read_by_whoever_the_umask_lets(tmp_path):
+def test_the_umask_decides_who_can_read_a_file(tmp_path):
     """H09"""
     old = os.umask(0o027)
     try:
@@ -186,7 +186,7 @@ def test_a_lock_is_held_only_by_the_living(tmp_path):
     assert not states.is_locked(tmp_path / "a")
 
 
-def test_the_digest_stands_for_ids_not_for_their_container():
+def test_the_digest_depends_on_the_ids_not_on_their_container():
     ids = [1, 2, 163607]
     assert states.ids_digest(ids) == states.ids_digest(np.array(ids, dtype=np.int32))
     assert states.ids_digest(ids) != states.ids_digest([1, 2, 163606])

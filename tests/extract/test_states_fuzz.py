@@ -23,7 +23,7 @@ DEEP = "[" * 20_000 + "]" * 20_000
 
 
 def places(tree, at: tuple = ()) -> Iterator[tuple]:
-    """Where something stands in a JSON tree: every key and index."""
+    """Every key and index of a JSON tree."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield (*at, key)

@@ -146,7 +146,7 @@ def test_a_question_in_two_sources_counts_for_one_whatever_their_order(tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_shares_add_up_and_leave_nobody_out(seed):
+def test_shares_add_up_and_every_source_gets_one(seed):
     """Seam U5"""
     dice = random.Random(seed)
     sizes = {f"s{i}": dice.choice([1, 2, 5, 100, 5000]) for i in range(dice.randint(1, 6))}

@@ -146,7 +146,7 @@ def lab(tmp_path):
 
 
 def hold_out(lab: Lab) -> None:
-    """Measure on a prompt of its own, so that every other conversation becomes a row."""
+    """Measure on a separate prompt, so that every other conversation becomes a row."""
     path = lab.folder / "eval.jsonl"
     path.write_text(json.dumps(questions(1, name="eval")[0]))
     lab.tree["acceptance"]["prompts"] = [{"name": "eval", "path": str(path)}]

@@ -46,7 +46,7 @@ def test_a_tied_head_is_the_embedding_itself(model):
     assert verifier.head is verifier.embed and verifier.embed.shape == (49152, 576)
 
 
-def test_sharded_weights_and_copies_in_other_towers_are_told_apart(flat, tmp_path):
+def test_sharded_weights_are_distinguished_from_copies_in_other_towers(flat, tmp_path):
     weights = load_file(flat / "model.safetensors")
     parts = {
         "a.safetensors": {"language_model.model.embed_tokens.weight": weights["model.embed_tokens.weight"]},

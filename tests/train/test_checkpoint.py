@@ -65,7 +65,7 @@ def test_what_a_signal_saved_is_never_taken_for_the_validation_before_it(tmp_pat
     assert names(checkpoint.complete_steps(tmp_path)) == ["step-00000020", "step-00000030"]
 
 
-def test_a_state_of_an_earlier_version_was_validated_where_it_stands(tmp_path):
+def test_a_state_of_an_earlier_version_counts_as_validated_at_its_step(tmp_path):
     """Its run goes on, and is exported, after the project was brought up to date in between."""
     for step, acceptance in ((10, 1.5), (20, 1.3)):
         state = {"expected_acceptance": acceptance, "step": step}

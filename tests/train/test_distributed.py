@@ -129,7 +129,7 @@ def test_ranks_compute_in_bf16_what_one_computes(tmp_path, kind):
 
 
 def test_a_full_disk_of_rank_0_ends_the_others_as_it_does():
-    """Its own exit code would say that somebody's file is broken."""
+    """Its own exit code would mean that a file is broken."""
 
     def full():
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -35,7 +35,7 @@ def guesses(supervised, tokens=8, steps=3):
 
 
 # What vLLM asks of a drafter, written out by hand. The row has 8 tokens, 0 1 2 the prompt, 3..7 the response, 7 its
-# end token. Prefill gives states 0..2 and the target samples token 3 itself; the drafter then stands at slot 2 with
+# end token. Prefill gives states 0..2 and the target samples token 3 itself; the drafter is then at slot 2 with
 # the state of token 2 and the embedding of token 3, so its guesses are tokens 4, 5 and 6. Nothing follows token 7.
 ONE_RESPONSE = [
     (2, 4, 0), (2, 5, 1), (2, 6, 2),
