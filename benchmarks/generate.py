@@ -5,12 +5,11 @@
     python -m benchmarks.generate server --config configs/smollm2_gpu.yaml --url http://127.0.0.1:8101 \\
         --prompts questions.jsonl --count 2000 --concurrency 200 --max-tokens 512
 
-`server` needs the role's running server. Rounds alternate between a bare aiohttp load generator (A) and stage 01b (B),
-with the very same request bodies, each in a process of its own; `--speculators` adds its regenerate-responses (the server
-must then list the model's path as a second name), and `--seed-cost` rounds of A without per-row seeds. Idle shares
-are computed from the answers' true lengths: what the order of the requests costs at the end of a run, and could cost.
-Prints `METRIC name value` lines. Nothing is downloaded.
-"""
+`server` needs the role's running server. Rounds alternate between a bare aiohttp load generator (A) and stage 01b
+(B), with the same request bodies, each in a separate process; `--speculators` adds its regenerate-responses (the
+server must then list the model's path as a second name), and `--seed-cost` rounds of A without per-row seeds. Idle
+shares are computed from the answers' true lengths: what the order of the requests costs at the end of a run, and
+could cost. Prints `METRIC name value` lines. Nothing is downloaded."""
 
 import argparse
 import asyncio
