@@ -490,7 +490,7 @@ def part_files(shape: Shape, arguments) -> None:
     import torch
 
     from drafter import contracts
-    from drafter.extract import states
+    from drafter.extract import state_file, states
     from drafter.train import examples
 
     with scratch() as folder:
@@ -507,7 +507,7 @@ def part_files(shape: Shape, arguments) -> None:
             path = folder / contracts.states_path(row_id)
             path.parent.mkdir(exist_ok=True)
             ids = torch.randint(shape.vocab, (shape.row,))
-            facts = states.file_metadata(row_id, "random", facts_ids, "bf16")
+            facts = state_file.file_metadata(row_id, "random", facts_ids, "bf16")
             size = states.write_states(path, {"token_ids": ids, "hidden_states": hidden}, facts)
             written += size
             supervised = [[prompt, shape.row]]

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from benchmarks import train as bench
 from drafter import config, contracts
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.target import head
 from drafter.train import checkpoint, draft_model, examples, random_init
 
@@ -63,7 +63,7 @@ def make_run(folder: Path, shape: bench.Shape, rows: int) -> list[str]:
             "token_ids": torch.randint(vocab, (tokens,), generator=generator),
             "hidden_states": drawn[first : first + tokens].clone(),
         }
-        size = states.write_states(path, tensors, states.file_metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
+        size = states.write_states(path, tensors, state_file.file_metadata(row_id, "bench", (2, 15, 27, 30), "bf16"))
         spans = [[tokens // 3, tokens]]
         entry = contracts.IndexEntry(row_id, row_id, "bench", tokens, tokens, spans, None, size)
         records.append(json.dumps(entry.to_record()))

@@ -55,7 +55,7 @@ def write(folder: Path, count: int) -> list:
     import torch
 
     from drafter import contracts
-    from drafter.extract import states
+    from drafter.extract import state_file, states
 
     hidden, entries = torch.randn(ROW, len(LAYER_IDS), HIDDEN).bfloat16(), []
     for index in range(count):
@@ -63,7 +63,7 @@ def write(folder: Path, count: int) -> list:
         path = folder / contracts.states_path(row_id)
         path.parent.mkdir(exist_ok=True)
         ids = torch.randint(VOCAB, (ROW,))
-        facts = states.file_metadata(row_id, "random", LAYER_IDS, "bf16")
+        facts = state_file.file_metadata(row_id, "random", LAYER_IDS, "bf16")
         size = states.write_states(path, {"token_ids": ids, "hidden_states": hidden}, facts)
         digest = states.ids_digest(ids.tolist())
         spans = [[ROW // 8, ROW]]

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from drafter import config, contracts, signals, stage, torchrun_env
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.train import examples
 from drafter.train import stage as train_stage
 from tests import tiny_models
@@ -47,7 +47,7 @@ def write_row(
     tensors |= {"hidden_states": hidden} if dtype == "bf16" else states.to_compact(hidden)
     path = folder / contracts.states_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = states.write_states(path, tensors, states.file_metadata(name, "tiny", LAYER_IDS, dtype))
+    size = states.write_states(path, tensors, state_file.file_metadata(name, "tiny", LAYER_IDS, dtype))
     digest = states.ids_digest(tensors["token_ids"].tolist())
     return contracts.IndexEntry(name, name, "test", tokens, tokens, supervised, think_end, size, digest)
 

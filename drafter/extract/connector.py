@@ -41,7 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.extract.writer import File, Region, Writer
 
 logger = init_logger(__name__)
@@ -221,7 +221,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         for save, tensors in zip(group, gathered, strict=True):
             self._copying[save.req_id] = event
             row_id = save.part.name.partition(".")[0]
-            facts = states.file_metadata(row_id, self._model, save.layer_ids, save.dtype, save.target)
+            facts = state_file.file_metadata(row_id, self._model, save.layer_ids, save.dtype, save.target)
             files.append(File(save.part, np.array(save.token_ids), self._placed(tensors), facts))
         self._out.submit(region, files, event.synchronize if event is not None else lambda: None)
 

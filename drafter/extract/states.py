@@ -24,8 +24,6 @@ _NAMES = {torch.int64: "I64", torch.bfloat16: "BF16", torch.float32: "F32", torc
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
-file_metadata = state_file.file_metadata  # defined there because the writer must not import torch
-
 
 @dataclass(frozen=True, slots=True)
 class States:

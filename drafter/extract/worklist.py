@@ -14,7 +14,7 @@ from drafter import contracts, files, locks, run_files, text
 from drafter.config import Config
 from drafter.contracts import IndexEntry
 from drafter.errors import ConfigError, ContractError, RowError
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.generate import prompts, rows
 from drafter.stage import say
 
@@ -324,7 +324,7 @@ def write_index(folder: Path, items: list[Item]) -> dict[str, IndexEntry]:
 
 def file_bytes(config: Config, item: Item, tokens: int, dtype: states.Dtype) -> int:
     target = config.target
-    facts = states.file_metadata(
+    facts = state_file.file_metadata(
         item.row_id, target.served_name, target.layer_ids, dtype, files.fingerprint_path(target.model)
     )
     return states.file_bytes(tokens, target.architecture.hidden_size, facts)

@@ -28,7 +28,7 @@ class Verifier:
     eps: float
 
     def normed(self, final: Tensor) -> Tensor:
-        """The target's own final RMSNorm, as it computes it: [..., H] -> [..., H] in the head's dtype."""
+        """The target's final RMSNorm: [..., H] -> [..., H] in the head's dtype."""
         wide = final.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
         return (wide * self.norm.float()).to(self.head.dtype)

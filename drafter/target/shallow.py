@@ -19,7 +19,7 @@ from drafter.target import eagle3_folder, head
 
 LAYERS = 4  # at least: one dense and one expert layer, and the inputs of three for the drafter
 INDEX = "model.safetensors.index.json"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", INDEX)  # endings of what is not linked
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", INDEX)  # endings of files that are not linked
 
 BROKEN = (
     struct.error,
@@ -44,12 +44,12 @@ class Cut:
     bytes: int
 
     def layer_ids(self, layer_ids: tuple[int, ...]) -> list[int]:
-        """As many ids within the copy, in vLLM's counting: the inputs of its last layers, and its final states."""
+        """The same number of ids within the copy: the inputs of its last layers, and its final states."""
         return list(range(self.layers - len(layer_ids) + 1, self.layers + 1))
 
 
 def cut(model: Path, layer_ids: tuple[int, ...]) -> Cut:
-    """The first layers of a target, as many as hold each kind of layer and all of `layer_ids`. Reads headers alone.
+    """The first layers of a target: enough for every kind of layer and for all of `layer_ids`. Reads only headers.
 
     Raises ConfigError when the target has no layers under the embedding's name, or a file is broken.
     """
@@ -59,8 +59,8 @@ def cut(model: Path, layer_ids: tuple[int, ...]) -> Cut:
     layer_of = {name: int(found[1]) for name in by_tensor if (found := number.fullmatch(name))}
     if missing := sorted(set(range(of)) - set(layer_of.values())):
         raise ConfigError(
-            f"target.model: {model} has no tensor {prefix}layers.{missing[0]}.*: the layers of an architecture that "
-            "names them otherwise cannot be rehearsed"
+            f"target.model: {model} has no tensor {prefix}layers.{missing[0]}.*: an architecture with other layer "
+            "names cannot be rehearsed"
         )
     kinds: dict[int, set[str]] = {layer: set() for layer in range(of)}
     for name, layer in layer_of.items():
@@ -77,7 +77,7 @@ def cut(model: Path, layer_ids: tuple[int, ...]) -> Cut:
 
 
 def copy(cut: Cut, folder: Path) -> None:
-    """Make `folder` the shallow copy. Raises ConfigError on a broken file, OSError when the disk is full."""
+    """Write the shallow copy to `folder`. Raises ConfigError on a broken file, OSError when the disk is full."""
     folder.mkdir(parents=True)
     for path, names in cut.tensors.items():
         _copy_tensors(path, folder / path.name, names)
@@ -95,9 +95,9 @@ def copy(cut: Cut, folder: Path) -> None:
 
 
 def copy_drafter(source: Path, folder: Path, aux_layer_ids: list[int]) -> None:
-    """A drafter folder that reads other layers: its config with these ids, and links to everything else."""
+    """A copy of a drafter folder that reads other layers: its config with these ids, and links to the other files."""
     config = eagle3_folder.read_config(source)
-    if eagle3_folder.layer_ids(config):  # else it is of a form that reads none
+    if eagle3_folder.layer_ids(config):  # other forms of drafters read no layers
         ids = {eagle3_folder.LAYER_IDS: aux_layer_ids}
         config |= ids | {"eagle_config": (config.get("eagle_config") or {}) | ids}
     folder.mkdir(parents=True)
@@ -108,7 +108,7 @@ def copy_drafter(source: Path, folder: Path, aux_layer_ids: list[int]) -> None:
 
 
 def _cut_config(section: dict[str, Any], layers: int) -> None:
-    """Fewer layers, and of every list with an entry for each layer the first ones; no layers that predict further."""
+    """Reduce the number of layers and every list with one entry a layer; remove layers for multi-token prediction."""
     if (before := section.get("num_hidden_layers")) is None:
         return
     section |= {
@@ -141,10 +141,10 @@ def _bytes(path: Path, names: list[str]) -> int:
 
 
 def _copy_tensors(source: Path, destination: Path, names: list[str]) -> None:
-    """A safetensors file with some tensors of another, in their order, copied by the kernel."""
+    """Write a safetensors file with some tensors of another one, in their order; the kernel copies the bytes."""
     header, start = _header(source)
     made: Header = {"__metadata__": header.get("__metadata__", {"format": "pt"})}
-    runs: list[list[int]] = []  # [low, high) of bytes that lie together
+    runs: list[list[int]] = []  # [low, high) of adjacent bytes
     end = 0
     for name in sorted(names, key=lambda each: header[each]["data_offsets"]):
         low, high = header[name]["data_offsets"]

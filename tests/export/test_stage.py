@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from drafter import config, files, stage
 from drafter.errors import ConfigError, ContractError
 from drafter.export import stage as export
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.target import eagle3_folder
 from drafter.target.head import read_verifier
 from drafter.train import checkpoint, draft_model
@@ -77,7 +77,7 @@ def a_row(tokens: int = 40) -> states.States:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, VOCAB, (tokens,), generator=generator)
     hidden = torch.randn(tokens, 4, HIDDEN, generator=generator).bfloat16()
-    facts = states.file_metadata("ab" * 16, "tiny", LAYER_IDS, "bf16")
+    facts = state_file.file_metadata("ab" * 16, "tiny", LAYER_IDS, "bf16")
     return states.States(ids, hidden[:, :-1], hidden[:, -1], facts)
 
 

@@ -63,7 +63,7 @@ def test_a_file_holds_the_states_of_its_prompt_in_order(tmp_path, old, tokens):
     assert read.token_ids.tolist() == ids
     assert read.layer_ids == list(LAYERS) and read.metadata["row_id"] == "ab" * 16
     assert part.stat().st_size == states.file_bytes(
-        tokens, HIDDEN, states.file_metadata("ab" * 16, "tiny", LAYERS, "bf16")
+        tokens, HIDDEN, state_file.file_metadata("ab" * 16, "tiny", LAYERS, "bf16")
     )
     umask = os.umask(0)
     os.umask(umask)
@@ -118,7 +118,7 @@ def test_the_compact_format_halves_the_auxiliary_layers_and_keeps_the_teacher(tm
     assert torch.equal(read.final, hidden[:, -1])
     error = (read.aux.float() - hidden[:, :-1].float()).norm(dim=-1) / hidden[:, :-1].float().norm(dim=-1)
     assert 0 < error.max() < 0.04
-    facts = states.file_metadata("a", "tiny", LAYERS, "fp8")
+    facts = state_file.file_metadata("a", "tiny", LAYERS, "fp8")
     assert (tmp_path / "a.1.part").stat().st_size == states.file_bytes(100, HIDDEN, facts)
 
 

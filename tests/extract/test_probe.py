@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from drafter import config
 from drafter.errors import ContractError
-from drafter.extract import probe, states
+from drafter.extract import probe, state_file, states
 from tests import tiny_models
 
 GOOD = probe.Result(rows=4, positions=400, mean_nat=0.02, max_nat=0.3, top1=0.99, layers=None)
@@ -102,7 +102,7 @@ def test_neighbouring_layers_give_away_permuted_slots(tmp_path):
     steps[:, [1, 3, 5]] *= 0.1  # a layer adds little to its input, many layers add much
     layers = steps.cumsum(dim=1).bfloat16()
     for name, hidden, right in (("right", layers, True), ("wrong", layers[:, [2, 1, 0, 3, 4, 5, 6]], False)):
-        facts = states.file_metadata("a" * 32, "big", (2, 3, 30, 31, 58, 59, 61), "bf16")
+        facts = state_file.file_metadata("a" * 32, "big", (2, 3, 30, 31, 58, 59, 61), "bf16")
         tensors = {"token_ids": torch.arange(30), "hidden_states": hidden.contiguous()}
         states.write_states(tmp_path / name, tensors, facts)
         if right:

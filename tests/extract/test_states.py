@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drafter.errors import ContractError, RowError
-from drafter.extract import states
+from drafter.extract import state_file, states
 
 LAYERS, HIDDEN = (2, 5, 7, 9), 64
 ROW = "0123456789abcdef" * 2
@@ -26,7 +26,7 @@ def tensors_of(tokens: int, dtype: states.Dtype = "bf16", seed: int = 0):
 
 def written(path, tokens=50, dtype: states.Dtype = "bf16", seed=0):
     hidden, tensors = tensors_of(tokens, dtype, seed)
-    states.write_states(path, tensors, states.file_metadata(ROW, "tiny", LAYERS, dtype))
+    states.write_states(path, tensors, state_file.file_metadata(ROW, "tiny", LAYERS, dtype))
     return hidden, tensors["token_ids"].tolist()
 
 
@@ -34,16 +34,16 @@ def written(path, tokens=50, dtype: states.Dtype = "bf16", seed=0):
 @pytest.mark.parametrize("tokens", [1, 7, 99, 1000, 12345])
 def test_the_size_of_a_file_follows_from_its_token_count(tmp_path, tokens, dtype):
     _hidden, tensors = tensors_of(tokens, dtype)
-    facts = states.file_metadata(ROW, "tiny", LAYERS, dtype)
+    facts = state_file.file_metadata(ROW, "tiny", LAYERS, dtype)
     size = states.write_states(tmp_path / "a", tensors, facts)
     assert size == states.file_bytes(tokens, HIDDEN, facts) == (tmp_path / "a").stat().st_size
 
 
 def test_bytes_a_token_are_the_design_s(tmp_path):
     """4 layers of 7,168 in bf16 take 57,344 bytes a token, and 8 more for its id."""
-    kimi = states.file_metadata(ROW, "kimi", (2, 30, 58, 61), "bf16")
+    kimi = state_file.file_metadata(ROW, "kimi", (2, 30, 58, 61), "bf16")
     assert states.file_bytes(2000, 7168, kimi) - states.file_bytes(1000, 7168, kimi) == 1000 * (57344 + 8)
-    compact = states.file_metadata(ROW, "kimi", (2, 30, 58, 61), "fp8")
+    compact = state_file.file_metadata(ROW, "kimi", (2, 30, 58, 61), "fp8")
     step = states.file_bytes(2000, 7168, compact) - states.file_bytes(1000, 7168, compact)
     assert step == 1000 * (7168 * (3 + 2) + 3 * 4 + 8)
 
@@ -103,7 +103,7 @@ def test_a_file_of_another_target_is_refused_by_its_header(tmp_path):
     """Seam F1: a model of the same form; files that name no target are of an earlier version and still read."""
     _hidden, tensors = tensors_of(50)
     ids = tensors["token_ids"].tolist()
-    states.write_states(tmp_path / "a", tensors, states.file_metadata(ROW, "tiny", LAYERS, "bf16", "0" * 16))
+    states.write_states(tmp_path / "a", tensors, state_file.file_metadata(ROW, "tiny", LAYERS, "bf16", "0" * 16))
     written(tmp_path / "b")
     question = ROW, ids, LAYERS, HIDDEN, "bf16"
     states.check_header(states.read_header(tmp_path / "a"), *question, "0" * 16)

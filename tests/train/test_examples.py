@@ -15,7 +15,7 @@ import torch
 from drafter import contracts, run_files
 from drafter.config import Target
 from drafter.errors import ContractError
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.generate import replay
 from drafter.generate.prompts import Request
 from drafter.generate.rows import read_reply
@@ -447,7 +447,7 @@ def test_a_file_of_another_target_of_the_same_form_is_refused(tmp_path):
     found = states.read_states(tmp_path / made.path)
     tensors = {"token_ids": found.token_ids, "hidden_states": torch.cat([found.aux, found.final[:, None]], 1)}
     for target, good in (("a" * 16, True), ("b" * 16, False)):
-        facts = states.file_metadata(made.row_id, "tiny", captured.LAYER_IDS, "bf16", target)
+        facts = state_file.file_metadata(made.row_id, "tiny", captured.LAYER_IDS, "bf16", target)
         states.write_states(tmp_path / made.path, tensors, facts)
         one = examples.Reader(tmp_path, *captured.FORM, 3, True, False, target="a" * 16)
         with contextlib.nullcontext() if good else pytest.raises(ContractError, match="target is b.*--verify"):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from drafter import config, contracts
 from drafter.errors import ConfigError
 from drafter.export import stage as export
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.serve import smoke_record
 from drafter.serve.decoding import Counters, Decoded, Reply
 from drafter.target.head import read_verifier
@@ -70,7 +70,7 @@ def write_run(folder, target, warm_start, telling=LAST_AUX, share=1.0, ids=None)
 
 
 def facts_of(read):
-    return states.file_metadata(read.metadata["row_id"], "tiny", captured.LAYER_IDS, "bf16")
+    return state_file.file_metadata(read.metadata["row_id"], "tiny", captured.LAYER_IDS, "bf16")
 
 
 def smoke(path, chunks, prompts=32):

@@ -8,7 +8,7 @@ import torch
 
 from drafter import config, contracts
 from drafter.errors import ConfigError
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.target import eagle3_folder
 from drafter.target.head import read_verifier
 from drafter.train import draft_model, examples, layer_convention, random_init
@@ -50,7 +50,9 @@ def write(run, telling: int | None) -> list[examples.Example]:
             hidden[:-1, BOTH.index(telling)] = hidden[1:, -1]
         ids = states.read_states(folder / entry.path).token_ids
         tensors = {"token_ids": ids, "hidden_states": hidden}
-        states.write_states(folder / entry.path, tensors, states.file_metadata(entry.row_id, "tiny", BOTH, "bf16"))
+        states.write_states(
+            folder / entry.path, tensors, state_file.file_metadata(entry.row_id, "tiny", BOTH, "bf16")
+        )
         entries.append(entry)
     return examples.learnable_rows(entries, 64, 3, contracts.Counts(total=2))
 
@@ -82,7 +84,7 @@ def test_the_stage_asks_before_its_first_step(target, tmp_path):
         hidden[:, BOTH.index(layer)] = hidden[:, BOTH.index(equal)]
     ids = states.read_states(run.stage_dir("02_hidden_states") / index[0].path).token_ids
     (folder / index[0].path).parent.mkdir(parents=True)
-    facts = states.file_metadata(index[0].row_id, "tiny", BOTH, "bf16")
+    facts = state_file.file_metadata(index[0].row_id, "tiny", BOTH, "bf16")
     states.write_states(folder / index[0].path, {"token_ids": ids, "hidden_states": hidden}, facts)
     code, summary = captured.train(path)
     assert code == 0 and set(summary["facts"]["layer_losses"]) == {"2, 4, 5", "3, 5, 6"}

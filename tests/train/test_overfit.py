@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from drafter import config, contracts
 from drafter.export import stage as export
-from drafter.extract import states
+from drafter.extract import state_file, states
 from drafter.serve import decoding, roles
 from drafter.train import checkpoint
 from tests import captured
@@ -96,7 +96,7 @@ def test_a_drafter_taught_five_replies_drafts_them(model, generate_server, tmp_p
         place.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"token_ids": torch.tensor(ids), "hidden_states": states_of(target, ids)}
         size = states.write_states(
-            place, tensors, states.file_metadata(row_id, "smollm2", run.target.layer_ids, "bf16")
+            place, tensors, state_file.file_metadata(row_id, "smollm2", run.target.layer_ids, "bf16")
         )
         spans = [[prompt, len(ids)]]
         entries.append(contracts.IndexEntry(row_id, conversation, "test", len(ids), len(ids), spans, None, size))
