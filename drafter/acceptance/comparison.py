@@ -165,10 +165,10 @@ def _paired(ours: Decoded, theirs: Decoded) -> tuple[Decoded, Decoded]:
 
 
 def _greedy_agreement(results: Results) -> Iterator[dict[str, Any]]:
-    """Greedy outputs against those without a drafter.
+    """Compare greedy outputs with those without a drafter.
 
-    Also without a drafter at another concurrency: batches change the order of sums, so even the same model does
-    not agree with itself everywhere, and that is the yardstick for what a drafter changes.
+    Outputs without a drafter are also compared between concurrencies: batches change the order of sums, so even the
+    same model does not always agree with itself, and that shows how much difference is normal.
     """
     greedy = {unit: decoded for unit, decoded in results.items() if unit.temperature == 0}
     plain = [unit for unit in greedy if unit.drafter == NONE]

@@ -160,17 +160,17 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
     def _open_queue(self) -> None:
         self._out = Writer(self._queue_bytes, self._threads)
         self._arena = torch.frombuffer(self._out.arena, dtype=torch.uint8)
-        if self._kv_cache.is_cuda:  # pinned, so that copies run beside the next step
+        if self._kv_cache.is_cuda:  # pinned, so that copies overlap with the next step
             runtime = torch.cuda.cudart()
             torch.cuda.check_error(runtime.cudaHostRegister(self._arena.data_ptr(), len(self._arena), 0))
 
     def wait_for_save(self) -> None:
-        pass  # states lie in the cache until the request has finished
+        pass  # the states stay in the cache until the request has finished
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Start the copies that fit the queue; report the requests whose blocks may be freed.
+        """Start the copies for which the queue has room; return the requests whose blocks may be freed.
 
-        Raises RuntimeError, which ends the engine, once the writing process is dead.
+        Raises RuntimeError, which ends the engine, when the writer process has died.
         """
         if not self._is_tp_rank_zero:
             return None, None

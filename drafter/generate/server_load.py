@@ -1,4 +1,4 @@
-"""How 01b's server copes with the requests in flight: what its KV cache holds, what waits, what it preempted."""
+"""The load of 01b's server: the size of its KV cache, waiting requests and preemptions, from its /metrics."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ LOOK_SECONDS = 30
 
 
 class ServerLoad:
-    """Looks at the server's /metrics now and then; one that does not give them is no fault."""
+    """Reads the server's /metrics every LOOK_SECONDS; a server without them is accepted."""
 
     def __init__(self, client: Client):
         self._client = client
         self.last = KvCache(0, 0, 0, 0)
-        self.preemptions = 0  # since the first look, also over a restart of the server
+        self.preemptions = 0  # since the first look, restarts of the server included
         self._seen = False
 
     async def look(self) -> None:
@@ -36,7 +36,7 @@ class ServerLoad:
             await self.look()
 
     def room(self, settings: Generate) -> str:
-        """How many requests fit, for the log; empty where the server does not say."""
+        """How many requests fit, for the log; "" if the server does not report it."""
         if not self.last.tokens:
             return ""
         half, whole = (self.last.fitting(settings.max_tokens * share) for share in (0.5, 1))
@@ -51,7 +51,7 @@ class ServerLoad:
         )
 
     def status(self) -> dict[str, int]:
-        """For the progress line, once something waits or was preempted."""
+        """Waiting and preempted requests for the progress line; empty if there are none."""
         shown = {"waiting": self.last.waiting, "preempted": self.preemptions}
         return {name: count for name, count in shown.items() if count}
 
