@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=1e-3, help="1e-4 leaves a drafter of three epochs undertrained")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of both trainers")
     parser.add_argument("--pack", type=int, default=4096)
     args = parser.parse_args()
     signals.listen(*signals.wanted())  # a cut call takes its server down
