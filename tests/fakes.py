@@ -57,10 +57,11 @@ def encode(text: str) -> list[int]:
 def render(messages: list[dict], generation_prompt: bool = True, thinking: bool = True) -> list[int]:
     """The toy chat template: in the history an empty pair of thinking tokens precedes each answer."""
     ids: list[int] = []
-    for message in messages:
+    for number, message in enumerate(messages):
         ids.append(ROLE_IDS[message["role"]])
         if message["role"] == "assistant":
-            ids += [THINK, THINK_END]
+            own = (message.get("reasoning") or "") if number == len(messages) - 1 else ""
+            ids += [THINK, *encode(own), THINK_END]
         ids += [*encode(message["content"] or ""), END]
     if generation_prompt:
         ids += [ASSISTANT, THINK] + ([] if thinking else [THINK_END])

@@ -5,6 +5,7 @@ nothing; any other record is rejected with the name of the field that cannot be 
 """
 
 import json
+import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -24,6 +25,8 @@ ROLES = {
     "function_call": CALL, "tool_call": CALL,
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
+REASONING = ("reasoning", "reasoning_content")  # fields of a logged answer
+INLINE_REASONING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 USUAL: dict[Column, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt", "question", "instruction"),
@@ -223,6 +226,10 @@ def _read_message(entry: Any, place: str, awaited: list[str]) -> dict:
             if not isinstance(entry[key], str):
                 raise bad_conversation(f"{place}.{key}: {shorten(entry[key])} is not text")
             message[key] = entry[key]
+    if role == "assistant" and (reasoning := _first(entry, *REASONING)):
+        if not isinstance(reasoning, str):
+            raise bad_conversation(f"{place}: the reasoning is not text but {shorten(reasoning)}")
+        message["reasoning"] = reasoning.strip()
     if entry.get("tool_calls"):
         message["tool_calls"] = _read_calls(entry["tool_calls"], f"{place}.tool_calls")
     if role == "tool" and awaited:
@@ -242,6 +249,24 @@ def _content(content: Any, place: str) -> str:
     if content is not None and not isinstance(content, str):
         raise bad_conversation(f"{place}: the content is not text but {shorten(content)}")
     return content or ""
+
+
+def without_reasoning(messages: list[dict]) -> list[dict]:
+    """As a model sees them in its history."""
+    return [{key: value for key, value in message.items() if key != "reasoning"} for message in messages]
+
+
+def with_inline_reasoning(messages: list[dict]) -> list[dict]:
+    """Takes <think>...</think> that begins an answer for its reasoning. Raises RowError for other such tags."""
+    result = []
+    for number, message in enumerate(messages):
+        content = message["content"] or ""
+        if message["role"] == "assistant" and (found := INLINE_REASONING.fullmatch(content)):
+            message = message | {"reasoning": found[1].strip(), "content": (content := found[2].strip())}
+        if message["role"] == "assistant" and ("<think>" in content or "</think>" in content):
+            raise bad_conversation(f"messages[{number}].content: a <think> or </think> without its counterpart")
+        result.append(message)
+    return result
 
 
 # ---- tools

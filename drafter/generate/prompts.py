@@ -13,7 +13,14 @@ from typing_extensions import TypedDict
 from drafter import checked, contracts, files
 from drafter.config import Source
 from drafter.errors import ContractError
-from drafter.generate.conversations import OWN_ANSWER, Conversation, bad_conversation, read_conversation
+from drafter.generate.conversations import (
+    OWN_ANSWER,
+    Conversation,
+    bad_conversation,
+    read_conversation,
+    with_inline_reasoning,
+    without_reasoning,
+)
 from drafter.run_files import PROMPTS, PROMPTS_META, REJECTED
 
 DETAIL = 500  # characters of a rejection's detail
@@ -85,9 +92,11 @@ def requests_of(record: Any, source: Source, template_kwargs: dict) -> list[Requ
 def requests(conversation: Conversation, source: Source, template_kwargs: dict, place: str = "") -> list[Request]:
     """The requests made from a parsed conversation; `place` is its file and line. Raises RowError."""
     messages, tools, turns, _ = conversation
+    if source.mode != "replay":
+        messages = without_reasoning(messages)
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if source.mode == "replay":
-        made = [_replayed(messages, users, turns)]
+        made = [_replayed(with_inline_reasoning(messages), users, turns)]
     elif turns == "first":
         made = [("regenerate", 0, messages[: users[0] + 1])]
     elif turns == "last" and OWN_ANSWER in messages:
@@ -101,7 +110,7 @@ def requests(conversation: Conversation, source: Source, template_kwargs: dict, 
     else:
         own = [OWN_ANSWER if message["role"] == "assistant" else message for message in messages]
         made = [("regenerate", turn, own[: user + 1]) for turn, user in enumerate(users)]
-    conv_id = contracts.conv_id(messages)
+    conv_id = contracts.conv_id(without_reasoning(messages))
     result: list[Request] = []
     for mode, turn, sent in made:
         row_id = contracts.row_id(sent, tools, template_kwargs, mode)

@@ -31,9 +31,10 @@ async def build_row(client: Client, request: Request, config: Config) -> Row:
     """The conversation as a row with its last answer supervised, or with all answers (`replay_all`).
 
     An answer begins after the generation prompt and ends with the token that stops the model; what a template adds
-    after it (ChatML: a line break) the model never writes. A `</think>` that the template writes is not supervised.
-    Raises RowError (`prompt_mismatch`) when the template renders an earlier turn differently once later turns follow:
-    then the row would not show what the model saw.
+    after it (ChatML: a line break) the model never writes. A `</think>` that the template writes is not supervised;
+    one that ends the answer's own `reasoning` is. Where the template leaves the last answer's reasoning out (Kimi's
+    does), it is put back. Raises RowError (`prompt_mismatch`) for another answer's that is left out, and when the
+    template renders an earlier turn differently once later turns follow: the row would not show what the model saw.
     """
     target, messages = config.target, request.messages
 
@@ -54,6 +55,12 @@ async def build_row(client: Client, request: Request, config: Config) -> Row:
         if suffix and before[-len(suffix) :] != suffix:
             raise RowError("prompt_mismatch", f"the prompt ends with {before[-len(suffix) :]}, not with {suffix}")
         start, end = len(before), len(after)
+        if reasoning := messages[i].get("reasoning"):
+            if i == len(messages) - 1 and everything[start:end][:1] == [target.think_end]:
+                own = await tokenize(client, target, prompt=reasoning, add_special_tokens=False)
+                everything[start:start], end = own, end + len(own)
+            if target.think_end not in everything[start + 1 : end]:
+                raise RowError("prompt_mismatch", f"the template leaves out the reasoning of messages[{i}]")
         start += everything[start:end][:1] == [target.think_end]
         end = max((place + 1 for place in range(start, end) if everything[place] in stops), default=end)
         if start < end:
@@ -67,8 +74,8 @@ async def build_row(client: Client, request: Request, config: Config) -> Row:
         turn=request.turn,
         input_ids=everything,
         supervised=spans,
-        think_end=spans[0][0] - 1 if everything[spans[0][0] - 1] == target.think_end else None,
-        reasoning=None,
+        think_end=find_think_end(everything[: spans[0][0]], everything[slice(*spans[0])], target.think_end),
+        reasoning=messages[-1].get("reasoning"),
         content=messages[-1]["content"],
         finish_reason="replay",
         sampling={},
@@ -79,6 +86,15 @@ async def build_row(client: Client, request: Request, config: Config) -> Row:
         },
         model=target.served_name,
     )
+
+
+def find_think_end(prompt_ids: list[int], completion_ids: list[int], think_end: int | None) -> int | None:
+    """Position of `</think>`: the first in the completion, or the prompt's last token."""
+    if think_end is None:
+        return None
+    if think_end in completion_ids:
+        return len(prompt_ids) + completion_ids.index(think_end)
+    return len(prompt_ids) - 1 if prompt_ids[-1:] == [think_end] else None
 
 
 @cache

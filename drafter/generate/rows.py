@@ -13,6 +13,7 @@ from drafter.contracts import Row
 from drafter.errors import ContractError, RowError
 from drafter.generate import replay
 from drafter.generate.prompts import Request, Requests
+from drafter.generate.replay import find_think_end
 
 JOURNAL = "journal.jsonl"  # the open shard
 MISPARSED = {  # flag of a row -> its fault, for a message
@@ -131,15 +132,6 @@ def check_row(row: Row, target: Target) -> None:
         raise RowError("bad_reply", "the tokens contain </think>, but think_end is null")
 
 
-def find_think_end(prompt_ids: list[int], completion_ids: list[int], think_end: int | None) -> int | None:
-    """Position of `</think>`: the first in the completion, or the prompt's last token."""
-    if think_end is None:
-        return None
-    if think_end in completion_ids:
-        return len(prompt_ids) + completion_ids.index(think_end)
-    return len(prompt_ids) - 1 if prompt_ids[-1:] == [think_end] else None
-
-
 def check_positions(row: Row, target: Target) -> None:
     """Raises ContractError when prompt suffix or `</think>` are not where the row's positions say."""
     ids, suffix, replayed = row.input_ids, list(target.prompt_suffix), row.finish_reason == "replay"
@@ -148,8 +140,8 @@ def check_positions(row: Row, target: Target) -> None:
         prompts_before = [ids[:end] for end in ((start, start - 1) if replayed else (start,))]
         if suffix and all(before[-len(suffix) :] != suffix for before in prompts_before):
             raise ContractError(f"row {row.row_id}: no target.prompt_suffix {suffix} before the answer at {start}")
-    start = row.supervised[0][0]
-    found = find_think_end(ids[:start], [] if replayed else ids[start:], target.think_end)
+    start, end = row.supervised[0]
+    found = find_think_end(ids[:start], ids[start:end], target.think_end)
     if target.think_end is not None and found != row.think_end:
         raise ContractError(f"row {row.row_id}: think_end is {row.think_end}, but the token is at {found}")
 

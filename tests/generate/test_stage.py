@@ -481,6 +481,68 @@ def test_replayed_conversations_keep_their_answers(lab):
         assert record["input_ids"][record["think_end"]] == fakes.THINK_END
 
 
+LOGGED = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "first", "reasoning": "old"}]
+LOGGED += [{"role": "user", "content": "two?"}]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "second", "reasoning": "hm"},
+        {"content": "second", "reasoning_content": "hm"},
+        {"content": "<think>hm</think>second"},
+        {"content": "\n<think>\nhm\n</think>\n\nsecond"},
+    ],
+)
+def test_a_replayed_answer_keeps_its_reasoning(lab, answer):
+    """It was dropped without a word: the row of a reasoning model became <think></think>answer."""
+    lab.add_source([{"messages": [*LOGGED, {"role": "assistant"} | answer]}], mode="replay")
+    hold_out(lab)
+    assert lab.run() == 0
+    [record] = [r for r in lab.records.values() if r["finish_reason"] == "replay"]
+    [[start, end]] = record["supervised"]
+    wanted = [*fakes.encode("hm"), fakes.THINK_END, *fakes.encode("second"), fakes.END]
+    assert record["input_ids"][start:end] == wanted and record["think_end"] == start + 2
+    assert (record["reasoning"], record["content"]) == ("hm", "second")
+    assert fakes.encode("old") not in [record["input_ids"][i : i + 3] for i in range(start)], "as the model saw it"
+
+
+def test_torn_reasoning_is_refused_by_line_and_field(lab):
+    lab.add_source(
+        [{"messages": [*LOGGED, {"role": "assistant", "content": "a</think>b"}]}] + questions(9),
+        "torn",
+        mode="replay",
+    )
+    hold_out(lab)
+    assert lab.run() == 0
+    [torn] = [r for r in prompts.read_rejections(lab.stage) if r["reason"] == "bad_conversation"]
+    assert "torn.jsonl line 1: messages[3].content: a <think> or </think>" in torn["detail"]
+
+
+def test_reasoning_that_the_template_leaves_out_is_put_back_and_of_an_earlier_answer_refused(lab, monkeypatch):
+    render = fakes.render
+    monkeypatch.setattr(
+        fakes, "render", lambda messages, *more, **kw: render([m | {"reasoning": ""} for m in messages], *more, **kw)
+    )
+    talk = [*LOGGED, {"role": "assistant", "content": "second", "reasoning": "hm"}]
+    lab.add_source([{"messages": talk}], "last", mode="replay")
+    lab.add_source([{"messages": talk}], "all", mode="replay", turns="all")
+    hold_out(lab)
+    assert lab.run() == 0
+    [record] = [r for r in lab.records.values() if r["finish_reason"] == "replay"]
+    [[start, end]] = record["supervised"]
+    assert record["input_ids"][start : record["think_end"] + 1] == [*fakes.encode("hm"), fakes.THINK_END]
+    [refused] = [r for r in prompts.read_rejections(lab.stage) if r["reason"] == "prompt_mismatch"]
+    assert "the template leaves out the reasoning of messages[1]" in refused["detail"]
+
+
+def test_the_reasoning_of_a_history_is_not_sent(lab):
+    lab.add_source([{"messages": LOGGED}, *questions(5)], turns="last")
+    hold_out(lab)
+    assert lab.run() == 0
+    assert "old" not in json.dumps([call.body for call in lab.server.chats])
+
+
 # ---- never losing, never doubling
 
 
@@ -1208,6 +1270,22 @@ def test_replayed_answers_on_a_served_kimi(kimi):
     stop = kimi.config.target.special_tokens["<|im_end|>"]
     spans = [record["input_ids"][start:end] for start, end in record["supervised"]]
     assert spans == [[*kimi.tokenize(prompt=text), stop] for text in ("first", "second")]
+
+
+@pytest.mark.vllm
+def test_a_replayed_answer_keeps_its_reasoning_on_a_served_kimi(kimi):
+    asked = {"role": "user", "content": "one?"}
+    answer = {"role": "assistant", "content": "first", "reasoning_content": "let me see"}
+    kimi.add_source(
+        [{"messages": [asked, answer]}, {"messages": [asked | {"content": "two?"}, answer]}], mode="replay"
+    )
+    assert kimi.run() == 0
+    [record] = kimi.records.values()
+    [[start, end]] = record["supervised"]
+    ids, special = record["input_ids"], kimi.config.target.special_tokens
+    wanted = [*kimi.tokenize(prompt="let me see"), special["</think>"], *kimi.tokenize(prompt="first")]
+    assert ids[start:end] == [*wanted, special["<|im_end|>"]] and ids[start - 1] == special["<think>"]
+    assert ids[record["think_end"]] == special["</think>"]
 
 
 @pytest.mark.vllm
