@@ -25,10 +25,8 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def next_time(text: str | None, now: datetime) -> datetime | None:
+def next_time(text: str, now: datetime) -> datetime:
     """The next HH:MM after `now`, or the moment YYYY-MM-DDTHH:MM; both local time. Raises ConfigError."""
-    if text is None:
-        return None
     try:
         if "T" in text:
             full = datetime.fromisoformat(text)

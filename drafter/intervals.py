@@ -6,6 +6,7 @@ than two drafters do on the same prompt, so a comparison resamples prompts with 
 
 import math
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -53,12 +54,14 @@ def compare(tallies: Tallies, baseline: Tallies, seed: int = 0) -> dict:
     """Difference in pooled length against a baseline on the same prompts, row by row, with its verdict."""
     both = (tallies[:, 0] > 0) & (baseline[:, 0] > 0)
     tallies, baseline = tallies[both], baseline[both]
-    result = {"prompts": len(tallies), "difference": None, "low": None, "high": None, "verdict": UNDECIDED}
+    result: dict[str, Any] = dict.fromkeys(("difference", "low", "high"))
+    result = {"prompts": len(tallies), **result, "verdict": UNDECIDED}
     if len(tallies) < 2:
         return result
     ours, theirs = _resampled([tallies, baseline], seed)
     low, high = _quantiles(ours - theirs, VERDICT_CONFIDENCE, len(tallies))
-    result |= {"difference": length(tallies) - length(baseline), "low": low, "high": high}
+    difference = (length(tallies) or 0.0) - (length(baseline) or 0.0)  # each row has steps
+    result |= {"difference": difference, "low": low, "high": high}
     if len(tallies) >= MIN_PROMPTS:
         result["verdict"] = BETTER if low > 0 else WORSE if high < 0 else UNDECIDED
     return result

@@ -215,4 +215,5 @@ def _kill(started: list[subprocess.Popen]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             each.wait(5)
         for pipe in (each.stdout, each.stderr):
-            pipe.close()
+            if pipe:
+                pipe.close()

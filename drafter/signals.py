@@ -68,7 +68,7 @@ def held() -> Iterator[None]:
         yield
     finally:
         _holds -= 1
-        if _held_back and not _holds:
+        if _held_back and not _holds and _received is not None:
             _held_back = False
             raise Interrupted(_received)
 

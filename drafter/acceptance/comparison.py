@@ -190,7 +190,7 @@ def _greedy_agreement(results: Results) -> Iterator[dict[str, Any]]:
 
 def _headline(results: Results, comparisons: list[dict], think_end: int | None, seed: int) -> dict[str, Any]:
     cells = _cells(results)
-    first = next(iter(cells), None)
+    first = next(iter(cells), ())
     by_drafter = cells.get(first, {})
     drafter = RUN if RUN in by_drafter else next(reversed(by_drafter), NONE)
     rivals = [label for label in by_drafter if label != drafter]

@@ -124,7 +124,7 @@ def _data(config: Config) -> str:
     rows = read_manifest(config.stage_dir("01b_synthetic")) or {}
     facts = {"rows answered": rows.get("out"), "rows read back": states.get("out")}
     for source in config.prompts:
-        place = f"{source.hub}@{source.revision}" if source.hub else source.path.name
+        place = f"{source.hub}@{source.revision}" if source.hub else Path(source.path or "").name
         facts[f"source {source.name}"] = f"{place}, {source.mode}"
     names = ("temperature", "top_p", "max_tokens")
     facts |= {name: getattr(config.generate, name) for name in names}
@@ -149,7 +149,7 @@ def _recipe(config: Config, exported: dict[str, Any]) -> str:
 
 def _form(config: dict[str, Any]) -> str:
     facts = {
-        "layers read from the target (vLLM's ids)": ", ".join(map(str, eagle3_folder.layer_ids(config))),
+        "layers read from the target (vLLM's ids)": ", ".join(map(str, eagle3_folder.layer_ids(config) or ())),
         "draft vocabulary": f"{config.get('draft_vocab_size') or config['vocab_size']} of {config['vocab_size']}",
         "longest position": config["max_position_embeddings"],
         "rope": json.dumps(config["rope_parameters"]),

@@ -91,6 +91,12 @@ class Server(Section):
         return self
 
     @property
+    def systemd_unit(self) -> str:
+        """The unit of a server of the kind systemd, which always has one."""
+        assert self.unit is not None
+        return self.unit
+
+    @property
     def flags(self) -> dict[str, JsonValue]:
         """`args` under vLLM's own spelling."""
         return {_spelled(flag): value for flag, value in self.args.items()}

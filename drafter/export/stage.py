@@ -151,8 +151,9 @@ def _dtype_of(layout: eagle3_folder.Layout) -> str:
 
 def _cast(tensor: torch.Tensor, wanted: tuple[Any, torch.dtype] | None) -> torch.Tensor:
     """Cast floats to the export's dtype; anything else is left for the check that follows."""
-    both_float = wanted and tensor.is_floating_point() and wanted[1].is_floating_point
-    return (tensor.to(wanted[1]) if both_float else tensor).contiguous()
+    if wanted and tensor.is_floating_point() and wanted[1].is_floating_point:
+        tensor = tensor.to(wanted[1])
+    return tensor.contiguous()
 
 
 def check_reopened(

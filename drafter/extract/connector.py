@@ -172,18 +172,19 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
 
         Raises RuntimeError, which ends the engine, when the writer process has died.
         """
-        if not self._is_tp_rank_zero:
+        out = self._out
+        if out is None:  # not the rank that saves
             return None, None
-        self._out.check()
+        out.check()
         if self.has_connector_metadata():
             self._waiting.extend(self._get_connector_metadata().new)
-        while group := self._next():
-            region = self._out.reserve(sum(map(self._size, group)))
+        while group := self._next(out.size):
+            region = out.reserve(sum(map(self._size, group)))
             if region is None:
                 break
             for _ in group:
                 self._waiting.popleft()
-            self._start(group, region)
+            self._start(out, group, region)
         done = {req_id for req_id, event in self._copying.items() if event is None or event.query()}
         for req_id in done:
             del self._copying[req_id]
@@ -193,10 +194,10 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         if self._out is not None:
             self._out.close()
 
-    def _next(self) -> list[Save]:
-        """The first waiting saves that are copied together."""
+    def _next(self, room: int) -> list[Save]:
+        """The first waiting saves that are copied together. `room`: bytes of the queue."""
         group: list[Save] = []
-        size, most = 0, min(GATHER_BYTES, self._out.size // 4)
+        size, most = 0, min(GATHER_BYTES, room // 4)
         for save in self._waiting:
             size += self._size(save)
             if group and (size > most or not _alike(save, group[0])):
@@ -214,7 +215,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
     def _rounded(self, tokens: int) -> int:
         return -(-tokens // self._block_size) * self._block_size
 
-    def _start(self, group: list[Save], region: Region) -> None:
+    def _start(self, out: Writer, group: list[Save], region: Region) -> None:
         """Queue the copy from the cache and the writes that follow it."""
         gathered, event = self._gather(group, region)
         files = []
@@ -223,7 +224,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
             row_id = save.part.name.partition(".")[0]
             facts = state_file.file_metadata(row_id, self._model, save.layer_ids, save.dtype, save.target)
             files.append(File(save.part, np.array(save.token_ids), self._placed(tensors), facts))
-        self._out.submit(region, files, event.synchronize if event is not None else lambda: None)
+        out.submit(region, files, event.synchronize if event is not None else lambda: None)
 
     def _placed(self, tensors: dict[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], int]]:
         base = self._arena.data_ptr()

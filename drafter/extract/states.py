@@ -7,7 +7,7 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -175,10 +175,13 @@ def _parse_header(text: bytes) -> tuple[dict[str, str], dict, dict[str, tuple[in
     facts = tree.pop("__metadata__", None) if isinstance(tree, dict) else None
     if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
         raise ValueError("__metadata__ must map names to strings")
-    spec, offsets = {}, {}
+    spec: dict[str, Any] = {}
+    offsets: dict[str, tuple[int, int]] = {}
     for name, entry in tree.items():
         entry = entry if isinstance(entry, dict) else {}
-        kind, shape, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        kind: Any = entry.get("dtype")
+        shape: Any = entry.get("shape")
+        place: Any = entry.get("data_offsets")
         if not isinstance(kind, str) or kind not in _TYPES:
             raise ValueError(f"{name[:40]}.dtype must be one of {', '.join(_TYPES)}")
         for key, value in (("shape", shape), ("data_offsets", place)):
@@ -231,7 +234,9 @@ def begin_checksum(header: Header) -> int:
 def check_content(path: Path) -> None:
     """Check every byte and value of a published file. Raises ContractError or RowError("bad_states")."""
     header = read_header(path)
-    names = {"fp8": {"aux": 3, "aux_scale": 2, "final": 2}}.get(header.metadata.get("dtype"), {"hidden_states": 3})
+    names = {"fp8": {"aux": 3, "aux_scale": 2, "final": 2}}.get(
+        header.metadata.get("dtype", ""), {"hidden_states": 3}
+    )
     _need(path, header, names)
     data = _read_data(path, header)
     if f"{zlib.crc32(memoryview(data.numpy()), begin_checksum(header)):08x}" != header.metadata.get("crc32", ""):

@@ -172,7 +172,7 @@ def extracted_rows(folder: Path, items: Iterable[Item]) -> dict[str, IndexEntry]
         path = folder / contracts.states_path(item.row_id)
         records, size = listed.get(item.row_id, set()), sizes.get(path.name)
         # Files for different ids can have the same size, so if hosts disagree the file itself decides.
-        if (size, item.digest) in records and (len(records) == 1 or _holds_ids(path, item)):
+        if size is not None and (size, item.digest) in records and (len(records) == 1 or _holds_ids(path, item)):
             found[item.row_id] = item.entry(size)
     return found
 

@@ -82,7 +82,7 @@ class Generation:
         self._ends: list[float] = []  # time at which each worker ran out of requests
         self._new = Counter[str]()
         self._first_failure = ""
-        self._rows_without_reasoning = 0
+        self._rows_without_reasoning: int | None = 0  # None once a row has some
         self._misparsed = Counter[str]()
         self._ended: set[int] = set()  # requests rejected because an earlier turn has no usable answer
         self._lengths: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # source -> tokens, rows
@@ -147,8 +147,8 @@ class Generation:
                 self._end_conversation(parent)
         answers = rows.read_answers(self.folder, {identity for line in lines.values() for identity in line})
         for index, line in lines.items():
-            history = [answers[identity] for identity in line]
-            if None in history:
+            history = [answer for identity in line if (answer := answers[identity]) is not None]
+            if len(history) < len(line):
                 self._end_conversation(line[-1])
             else:
                 yield index, history
@@ -212,7 +212,7 @@ class Generation:
         if not (children := self.requests.children.get(self.requests.ids[index])):
             return
         if rows.may_continue(row):
-            self._continued.extend((child, [*history, row.content]) for child in children)
+            self._continued.extend((child, [*history, row.content or ""]) for child in children)
         else:
             self._end_conversation(self.requests.ids[index])
 

@@ -13,7 +13,7 @@ import lzma
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from drafter import user_files
 from drafter.errors import ConfigError, StageError
@@ -187,7 +187,7 @@ class _Array:
 
     def skip_space(self) -> None:
         while True:
-            self._advance(SPACE.match(self._buffer, self._place).end() - self._place)
+            self._advance(len(cast(re.Match, SPACE.match(self._buffer, self._place))[0]))
             if self._place < len(self._buffer) or not self._more():
                 return
 

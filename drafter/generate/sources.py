@@ -36,8 +36,15 @@ def read_source(source: Source) -> Iterator[Placed]:
 
 
 def _there(source: Source) -> Path:
-    if not source.path.exists():
-        raise ConfigError(f"prompts {source.name}: {source.path} does not exist")
+    path = _local(source)
+    if not path.exists():
+        raise ConfigError(f"prompts {source.name}: {path} does not exist")
+    return path
+
+
+def _local(source: Source) -> Path:
+    """The path of a source that is not on the hub; the config requires one."""
+    assert source.path is not None
     return source.path
 
 
@@ -88,7 +95,7 @@ def source_text(source: Source) -> str:
         return f"{source.hub}, split {source.split}"
     if _is_saved(_there(source)):
         return f"{source.path} (saved by `datasets`)"
-    files, all_files = files_of(source), len(_data_files(source.path))
+    files, all_files = files_of(source), len(_data_files(_local(source)))
     form = f" ({record_files.file_form(files[0])})" if files else ""
     if files == [source.path]:
         return f"{source.path}{form}"
@@ -102,10 +109,11 @@ def file_states(source: Source) -> list:
     """Names, sizes and times of a local source's files; if they change, the source is read again."""
     if source.hub:
         return []
-    saved = _is_saved(_there(source))
-    files = sorted(p for p in source.path.rglob("*") if p.is_file()) if saved else files_of(source)
+    folder = _there(source)
+    saved = _is_saved(folder)
+    files = sorted(p for p in folder.rglob("*") if p.is_file()) if saved else files_of(source)
     found = [(file, file.stat()) for file in files]
-    return [[str(file.relative_to(source.path)), stat.st_size, stat.st_mtime_ns] for file, stat in found]
+    return [[str(file.relative_to(folder)), stat.st_size, stat.st_mtime_ns] for file, stat in found]
 
 
 def count_records(source: Source) -> int | None:
@@ -118,8 +126,8 @@ def count_records(source: Source) -> int | None:
 @lru_cache(maxsize=64)
 def _count(path: str, split: str, _state: str) -> int:
     source = Source(name="counted", path=path, split=split)
-    if _is_saved(source.path):
-        with record_files.one_line_errors(source.path):
+    if _is_saved(_local(source)):
+        with record_files.one_line_errors(_local(source)):
             return len(_load_saved(source))
     return sum(map(record_files.count_records, files_of(source)))
 
@@ -147,7 +155,7 @@ def _load_saved(source: Source) -> Any:
 
 
 def _read_saved(source: Source) -> Iterator[Placed]:
-    with record_files.one_line_errors(source.path):
+    with record_files.one_line_errors(_local(source)):
         loaded = _load_saved(source).with_format("arrow")
         records = (record for batch in loaded.iter(BATCH) for record in batch.to_pylist())
         for number, record in enumerate(records, 1):

@@ -48,7 +48,8 @@ def ended_at(manifest: dict[str, Any]) -> float | None:
 
 def is_settled(manifest: dict[str, Any] | None, requests: int, wanted: Deadline | None) -> bool:
     """Whether 01b ended at its deadline and this call asks for no more (a later deadline, more `requests`)."""
-    ended = ended_at(manifest or {})
+    manifest = manifest or {}
+    ended = ended_at(manifest)
     return (
         ended is not None
         and requests <= manifest["facts"].get("requests", 0)
@@ -62,7 +63,10 @@ def left_undone(manifest: dict[str, Any] | None, plan: dict[str, Any], wanted: D
     `plan` is the summary of 01b's dry run. Changed prompts are sent in any case. If it does not know the number of
     requests (a hub dataset), none count as new.
     """
-    if not plan["pending"] or plan.get("stale") or not is_settled(manifest, plan.get("requests", 0), wanted):
+    manifest = manifest or {}
+    ended = ended_at(manifest)
+    settled = is_settled(manifest, plan.get("requests", 0), wanted)
+    if ended is None or not settled or not plan["pending"] or plan.get("stale"):
         return ""
-    ended, left = datetime.fromtimestamp(ended_at(manifest)), manifest.get("pending", 0)
-    return f"{left:,} requests left by the deadline {ended:%a %H:%M}; a later --deadline sends them"
+    left, at = manifest.get("pending", 0), datetime.fromtimestamp(ended)
+    return f"{left:,} requests left by the deadline {at:%a %H:%M}; a later --deadline sends them"

@@ -169,11 +169,14 @@ def num_drawn(source: Source) -> int | None:
 
 def conversations_asked(config: Config) -> int | None:
     """Conversations that the configured sources give. None when one of them is unknown."""
-    counts = [num_drawn(source) for source in config.prompts]
-    return None if None in counts else sum(counts)
+    return _sum_known([num_drawn(source) for source in config.prompts])
 
 
 def conversations_held(config: Config) -> int | None:
     """All conversations that the sources hold. None when one is on the hub, whose size is unknown offline."""
-    held = [sources.count_records(source) for source in config.prompts]
-    return None if None in held else sum(held)
+    return _sum_known([sources.count_records(source) for source in config.prompts])
+
+
+def _sum_known(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from drafter import files, gpu, process, run_files
 from drafter.acceptance.comparison import NONE, RUN, WARM_START
-from drafter.config import ROOT, STAGES, Config, Role, StageName
+from drafter.config import ROOT, STAGES, Config, Role, StageName, Target
 from drafter.errors import ConfigError, StageError
 from drafter.generate import chat
 from drafter.pipeline import active_servers, engine_check, estimates, plan, rates, sharing, unit_layers
@@ -112,7 +112,9 @@ def target(config: Config) -> None:
 
 def reference(config: Config) -> Iterator[str]:
     """The warm start, the export's reference and the drafters to compare can be read and draft for this target."""
-    checks = {config.train.warm_start: eagle3_folder.check_folder}
+    checks: dict[Path | None, Callable[[Path, Target], object]] = {
+        config.train.warm_start: eagle3_folder.check_folder
+    }
     checks |= {config.export.reference: eagle3_folder.check_folder}
     for label in config.acceptance.drafters:
         if label not in (NONE, WARM_START, RUN):

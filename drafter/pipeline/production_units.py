@@ -28,7 +28,7 @@ class Machine:
     def claimed(self) -> Iterator[None]:
         """Claim the units against the runs of all users. Raises ConfigError naming the run that holds one."""
         with contextlib.ExitStack() as held:
-            for unit in sorted({own.unit for own in self.roles.values() if own.kind == "systemd"}):
+            for unit in sorted({own.systemd_unit for own in self.roles.values() if own.kind == "systemd"}):
                 held.enter_context(locks.claimed(unit, f"the run in {self.config.run_dir}"))
             yield
 
@@ -37,7 +37,7 @@ class Machine:
         if self.restore_owed:  # the active units may be those that the earlier call started
             return
         systemd_roles = [role for role, own in self.roles.items() if own.kind == "systemd"]
-        self.production |= {self.roles[role].unit for role in systemd_roles if roles.alive(self.config, role)}
+        self.production |= {self.roles[role].systemd_unit for role in systemd_roles if roles.alive(self.config, role)}
 
     def bring_up_only(self, wanted: Role | None) -> None:
         """Stop every other role and wait for its GPU memory; then start the wanted role, if any."""

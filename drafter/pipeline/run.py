@@ -4,6 +4,7 @@ A stage with nothing left to do is skipped, so the same command continues after 
 run is complete.
 """
 
+import argparse
 import contextlib
 import logging
 import os
@@ -215,7 +216,7 @@ class Pipeline:
         """
         if read_taken(self.config, step.stage):
             return 0
-        Stage(step.stage, self.config, None).refuse_another_question()  # also when it is finished
+        Stage(step.stage, self.config, argparse.Namespace()).refuse_another_question()  # also when it is finished
         planned = self.dry_run(step)
         if refused := planned.get("refused"):
             raise ConfigError(refused)

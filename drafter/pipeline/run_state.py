@@ -102,7 +102,8 @@ class RunState:
         if not manifest and name in self.freed:
             return "freed"
         if not manifest:
-            return {"running": "interrupted"}.get(seen.get("status"), seen.get("status")) or "not begun"
+            said = seen.get("status") or "not begun"
+            return "interrupted" if said == "running" else said
         if manifest["status"] == "running":
             return _at_work(manifest.get("process") or {})
         if seen.get("status") == "failed" and seen.get("ended", 0) > seconds_of(manifest.get("updated")):
@@ -201,7 +202,7 @@ class RunState:
 def seconds_of(moment: str | None) -> float:
     """A time of a manifest as a timestamp; 0 without one."""
     try:
-        return checked.validate(run_files.Moment, datetime.fromisoformat(moment).timestamp())
+        return checked.validate(run_files.Moment, datetime.fromisoformat(moment or "").timestamp())
     except (TypeError, ValueError, OverflowError, StageError):
         return 0
 

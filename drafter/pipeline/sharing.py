@@ -25,7 +25,7 @@ def shared_folder(config: Config) -> Iterator[str]:
             yield f"servers.extract.link: {absent} does not exist"
     elif own.link and not own.link.is_symlink() and (own.link.exists() or not os.access(own.link.parent, os.W_OK)):
         yield f"servers.extract.link: {own.link} cannot be replaced by a link; move it away, or chmod its folder"
-    yield from permissions(states, own.unit, systemd.properties(own))
+    yield from permissions(states, own.systemd_unit, systemd.properties(own))
 
 
 def permissions(folder: Path, unit: str, properties: dict[str, str]) -> Iterator[str]:

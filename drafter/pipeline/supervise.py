@@ -33,12 +33,13 @@ def run_step(config: Config, role: Role | None, line: list[str], log_file: Path)
     often, and Interrupted, both after the stage has saved.
     """
     # An external server is never restarted: the stage only waits for it.
-    ours = role and config.server(role).kind != "external"
-    keeper = Keeper(config, role) if ours else None
+    keeper = Keeper(config, role) if role and config.server(role).kind != "external" else None
     try:
         while True:
             code, summary = _watch(line, log_file, keeper)
-            if code != ResumableError.exit_code or not keeper or not (reason := roles.why_unready(config, role)):
+            if code != ResumableError.exit_code or not keeper:
+                return code, summary
+            if not (reason := roles.why_unready(config, keeper.role)):
                 return code, summary
             keeper.repair(Unready(reason.cause, f"is unhealthy ({reason})"))
     finally:
@@ -153,7 +154,7 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
             )
         readers = [
             threading.Thread(target=_copy_lines, args=(stage.stderr, log_file, keeper and keeper.hear), daemon=True),
-            threading.Thread(target=lambda: stdout.extend(stage.stdout), daemon=True),
+            threading.Thread(target=lambda: stdout.extend(stage.stdout or ()), daemon=True),
         ]
         for reader in readers:
             reader.start()
@@ -172,11 +173,12 @@ def _watch(line: list[str], log_file: Path, keeper: Keeper | None) -> tuple[int,
         for reader in readers:
             reader.join(5)
     summary = process.last_object(stdout)
-    if stage.returncode < 0:
-        name = signal.Signals(-stage.returncode).name
+    code = stage.wait()
+    if code < 0:
+        name = signal.Signals(-code).name
         summary = {"error": f"killed by {name}" + (", perhaps because memory ran out" if name == "SIGKILL" else "")}
-        return 128 - stage.returncode, summary  # as a shell reports it
-    return summary.get("exit_code", stage.returncode), summary
+        return 128 - code, summary  # as a shell reports it
+    return summary.get("exit_code", code), summary
 
 
 def _ask_to_stop(stage: subprocess.Popen, stop: BaseException) -> None:

@@ -15,7 +15,7 @@ CAPTURED = re.compile(r'"eagle_aux_hidden_state_layer_ids":\s*(\[[\d,\s]*\])')
 def findings(config: Config) -> Iterator[str]:
     """A finding if the unit's files name other layers; none if they cannot be read or name no layers."""
     own, wanted = config.servers.extract, captured_layer_ids(config)
-    if own.kind != "systemd" or not (named := named_layers(own.unit)):
+    if own.kind != "systemd" or not (named := named_layers(own.systemd_unit)):
         return
     if missing := sorted(set(wanted) - set(named)):
         why = " (extract.neighbour_ids adds the layer above each)" if config.extract.neighbour_ids else ""

@@ -17,7 +17,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
@@ -257,8 +257,8 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
     signals = interrupts.wanted()
 
     async def guarded() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        caught: list[int] = []
+        loop, caught = asyncio.get_running_loop(), list[int]()
+        task = cast(asyncio.Task, asyncio.current_task())
 
         def stop(signum: int) -> None:
             if not caught:  # a second signal must not interrupt saving

@@ -123,7 +123,7 @@ def _request(server: Server, path: str, body: dict | None, seconds: float) -> An
     address = urlsplit(server.url)
     # Not urllib: it would use a proxy of the environment even for this machine.
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-    connection = kind(address.hostname, address.port, timeout=seconds)
+    connection = kind(address.hostname or "", address.port, timeout=seconds)
     with contextlib.closing(connection):
         try:
             connection.connect()

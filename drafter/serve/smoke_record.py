@@ -2,7 +2,8 @@
 
 import contextlib
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import Field
@@ -74,7 +75,10 @@ def find(config: Config) -> Smoke | None:
 
 
 def _models(config: Config) -> list[str]:
-    return [eagle3_folder.fingerprint(config.train.warm_start), files.fingerprint_path(config.target.model)]
+    return [
+        eagle3_folder.fingerprint(cast(Path, config.train.warm_start)),
+        files.fingerprint_path(config.target.model),
+    ]
 
 
 def _tally(chunks: list[int]) -> list[int]:

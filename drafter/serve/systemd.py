@@ -55,7 +55,8 @@ def systemctl(server: Server, *arguments: str, timeout: float = 60) -> str:
 
 def properties(server: Server) -> dict[str, str]:
     """State and user of the role's unit as systemd reports them. Raises ConfigError when it is not installed."""
-    found = dict(line.split("=", 1) for line in systemctl(server, *SHOW, server.unit).splitlines() if "=" in line)
+    lines = systemctl(server, *SHOW, server.systemd_unit).splitlines()
+    found = {name: value for name, found, value in (line.partition("=") for line in lines) if found}
     if found.get("LoadState") == "not-found":
         raise ConfigError(f"no systemd unit {server.unit}; install configs/systemd/{server.unit}.service")
     return found
@@ -76,7 +77,7 @@ def restarts(server: Server) -> int:
 def commands(server: Server) -> list[list[str]]:
     """Every command line that a run uses on the unit; sudo must permit each of them."""
     verbs = (RESET, START, STOP, SHOW)
-    return [[*server.systemctl, *verb, server.unit] for verb in verbs] + [_journal(server)]
+    return [[*server.systemctl, *verb, server.systemd_unit] for verb in verbs] + [_journal(server)]
 
 
 def start(server: Server) -> None:
@@ -85,12 +86,12 @@ def start(server: Server) -> None:
     Beyond StartLimitBurst systemd would accept the request, report success, and start nothing.
     """
     with contextlib.suppress(ConfigError):  # fails for a unit that never ran, which needs no reset
-        systemctl(server, *RESET, server.unit)
-    systemctl(server, *START, server.unit)
+        systemctl(server, *RESET, server.systemd_unit)
+    systemctl(server, *START, server.systemd_unit)
 
 
 def stop(server: Server) -> None:
-    systemctl(server, *STOP, server.unit, timeout=server.stop_seconds + 60)
+    systemctl(server, *STOP, server.systemd_unit, timeout=server.stop_seconds + 60)
 
 
 def tail(server: Server) -> str:
@@ -105,4 +106,4 @@ def _journal(server: Server) -> list[str]:
     asked = [
         Path(word).with_name("journalctl") if Path(word).name == "systemctl" else word for word in server.systemctl
     ]
-    return [*map(str, asked), *JOURNAL, server.unit]
+    return [*map(str, asked), *JOURNAL, server.systemd_unit]

@@ -48,7 +48,7 @@ def flags_of(server: Server) -> dict[str, Any] | None:
     """vLLM's flags of a role: from the config for a `command`, from the files for a unit; None if unknown."""
     if server.kind == "command":
         return dict(server.flags)
-    found = read(server.unit) if server.kind == "systemd" else None
+    found = read(server.systemd_unit) if server.kind == "systemd" else None
     return dict(found.flags) if found and found.flags else None
 
 

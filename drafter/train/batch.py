@@ -39,7 +39,7 @@ class Pack:
 
     def drafter_input(self, dtype: torch.dtype) -> Tensor:
         """The input of `fc`: [L, A * H]."""
-        if self.aux is None:
+        if self.aux is None or self.aux_scale is None:
             return self.states[:, :-1].flatten(1).to(dtype)
         return (self.aux.float() * self.aux_scale.unsqueeze(-1)).to(dtype).flatten(1)
 

@@ -135,7 +135,7 @@ def _look(
 
 def _reordered(pack: Pack, order: tuple[int, ...]) -> Pack:
     """The pack with its auxiliary layers in another order."""
-    if pack.aux is None:
+    if pack.aux is None or pack.aux_scale is None:
         return replace(pack, states=pack.states[:, [*order, len(order)]].contiguous())
     index = list(order)
     bits = pack.aux.view(torch.uint8)[:, index].contiguous().view(pack.aux.dtype)  # float8 has no indexing everywhere

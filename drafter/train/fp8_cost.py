@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 
@@ -21,7 +22,7 @@ class FirstLoss:
     """Sums losses over rows. Raises ConfigError or ContractError on a warm start that does not fit the target."""
 
     def __init__(self, config: Config):
-        start, target = config.train.warm_start, config.target
+        start, target = cast(Path, config.train.warm_start), config.target  # only a warm start has a first loss
         verifier = read_verifier(target.model)
         self.form = target.layer_ids, target.architecture.hidden_size, target.architecture.vocab_size
         self.drafter = draft_model.build_drafter(

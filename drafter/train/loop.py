@@ -103,9 +103,8 @@ class Training:
         self.kind = distributed.parallel_kind(self._kind_before(state), self.model, self.ranks)
         self.wrapped = distributed.wrap(self.model, self.kind, self.ranks, self.compute)
         parameters = draft_model.freeze_all_but(self.model, train.trainable)  # sharded by now
-        self.optimizer = Optimizer(
-            parameters, train, eagle3_folder.read_drafter(train.warm_start)[0] if train.l2_sp else None
-        )
+        pulled_to = eagle3_folder.read_drafter(train.warm_start)[0] if train.l2_sp and train.warm_start else None
+        self.optimizer = Optimizer(parameters, train, pulled_to)
         if done:
             self._load_moments(done)
             say("resuming from %s", done.name)
@@ -258,8 +257,12 @@ class Training:
         if position.step:
             self.ranks.on_main(self._note_validated)
 
+    def _metrics_of_main(self) -> Metrics:
+        assert self.metrics is not None
+        return self.metrics
+
     def _note_validated(self) -> None:
-        self.metrics.sync()  # first, since a step that is marked as validated is not validated again
+        self._metrics_of_main().sync()  # first, since a step that is marked as validated is not validated again
         checkpoint.save_state(checkpoint.step_path(self.stage.folder, self.position.step), self._state())
 
     def _validate(self) -> int:
@@ -288,7 +291,7 @@ class Training:
         position.expected_acceptance = acceptance
         if not self.ranks.main:
             return 0
-        self.metrics.write(
+        self._metrics_of_main().write(
             "validation", position.step, figures | {"seconds": round(time.perf_counter() - started, 3)}
         )
         say(
@@ -316,7 +319,7 @@ class Training:
         path = checkpoint.step_path(self.stage.folder, self.position.step)
 
         def write() -> None:
-            self.metrics.sync()
+            self._metrics_of_main().sync()
             checkpoint.save_step(path, weights, self.settings, moments, self._state(), wholes)
             checkpoint.prune_steps(self.stage.folder, self.config.train.keep_checkpoints)
 

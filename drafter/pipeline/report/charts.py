@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import TypeGuard
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 42
@@ -118,7 +119,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(place * step, 12) for place in range(first, last + 1)]
 
 
-def drawable(value: float | None) -> bool:
+def drawable(value: float | None) -> TypeGuard[float]:
     return value is not None and abs(value) < LARGEST  # also False for NaN
 
 
