@@ -5,6 +5,7 @@ import difflib
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import overload
 
 from drafter.errors import ConfigError
 
@@ -25,8 +26,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def next_time(text: str, now: datetime) -> datetime:
+@overload
+def next_time(text: str, now: datetime) -> datetime: ...
+@overload
+def next_time(text: None, now: datetime) -> None: ...
+def next_time(text: str | None, now: datetime) -> datetime | None:
     """The next HH:MM after `now`, or the moment YYYY-MM-DDTHH:MM; both local time. Raises ConfigError."""
+    if text is None:
+        return None
     try:
         if "T" in text:
             full = datetime.fromisoformat(text)

@@ -173,7 +173,7 @@ class HiddenStatesWriter(ExampleHiddenStatesConnector):
         Raises RuntimeError, which ends the engine, when the writer process has died.
         """
         out = self._out
-        if out is None:  # not the rank that saves
+        if not self._is_tp_rank_zero or out is None:
             return None, None
         out.check()
         if self.has_connector_metadata():

@@ -56,7 +56,7 @@ def systemctl(server: Server, *arguments: str, timeout: float = 60) -> str:
 def properties(server: Server) -> dict[str, str]:
     """State and user of the role's unit as systemd reports them. Raises ConfigError when it is not installed."""
     lines = systemctl(server, *SHOW, server.systemd_unit).splitlines()
-    found = {name: value for name, found, value in (line.partition("=") for line in lines) if found}
+    found = {name: value for name, sign, value in (line.partition("=") for line in lines) if sign}
     if found.get("LoadState") == "not-found":
         raise ConfigError(f"no systemd unit {server.unit}; install configs/systemd/{server.unit}.service")
     return found

@@ -416,6 +416,6 @@ def test_the_pipeline_stops_at_unusable_prompts_before_it_starts_a_server(tmp_pa
     script.symlink_to(config.ROOT / "01b_generate_synthetic.py")
     night.overrides.append(f"prompts=[{{name: cooking, path: {tmp_path / 'cooking.jsonl'}}}]")
     code, _out, err = night.run("--only", "01b")
-    assert code == 2
+    assert code == 2, err
     assert "prompts cooking: no conversation can be used; all 40 are rejected, the first: " in err.splitlines()[-1]
     assert not night.run_dir.exists() and night.leftovers() == []
