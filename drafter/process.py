@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ def run_all(
     ]
 
 
-def last_object(lines: list[str] | list[bytes]) -> dict[str, Any]:
+def last_object(lines: Sequence[str | bytes]) -> dict[str, Any]:
     """The last line that is a JSON object, which a program may have written more after; {} without one."""
     for line in reversed(lines):
         with contextlib.suppress(ValueError, RecursionError):

@@ -78,8 +78,9 @@ def of(config: Config, platform: Profile, flags: Mapping[str, Any] | None = None
 def _flags(config: Config) -> Mapping[str, Any] | None:
     """Of 01b's server; where its unit is not installed those of the unit that is shipped, which a plan may assume."""
     own = config.server("generate")
-    if own.kind == "systemd" and not unit_file.read(own.unit):
-        return unit_file.shipped(SHIPPED_UNIT).flags
+    if own.kind == "systemd" and not unit_file.read(own.systemd_unit):
+        shipped = unit_file.shipped(SHIPPED_UNIT)
+        return shipped.flags if shipped else None
     return unit_file.flags_of(own)
 
 

@@ -28,7 +28,7 @@ def findings(config: Config) -> Iterator[str]:
 def environment(config: Config) -> Iterator[str]:
     """A finding for an allocator setting beside which vLLM refuses to load a connector."""
     own = config.servers.extract
-    found = unit_file.read(own.unit) if own.kind == "systemd" else None
+    found = unit_file.read(own.systemd_unit) if own.kind == "systemd" else None
     settings = found.environment if found else own.env if own.kind == "command" else {}
     for name in ALLOCATOR:
         if "expandable_segments:True" in settings.get(name, ""):

@@ -77,7 +77,7 @@ def findings(config: Config, started: list[Role]) -> Iterator[str]:
     """What is MISSING in the units of the roles that will be started."""
     for role in started:
         own = config.server(role)
-        unit = unit_file.read(own.unit) if own.kind == "systemd" else None
+        unit = unit_file.read(own.systemd_unit) if own.kind == "systemd" else None
         for line in lines(config, role, unit) if unit else ():
             if line.verdict == MISSING:
                 yield f"servers.{role}: the unit {own.unit} lacks {line.flag}: {line.why}"
@@ -88,7 +88,7 @@ def report(config: Config, role: Role) -> tuple[list[str], bool]:
     own = config.server(role)
     if own.kind != "systemd":
         return [f"servers.{role} is no systemd unit: its flags come from the config, or it is another's"], True
-    unit = unit_file.read(own.unit)
+    unit = unit_file.read(own.systemd_unit)
     if unit is None:
         return [f"the unit {own.unit} is not installed here, or its file cannot be found"], False
     found = list(lines(config, role, unit))
