@@ -51,6 +51,9 @@ Turns = Literal["first", "last", "all"]  # which user turns are answered
 Column = Literal["messages", "prompt", "turns", "input", "system", "answer", "tools"]  # of a prompt record
 
 
+HubId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")]  # of a repository
+
+
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
         description="the run's folder in run.dir; another name is another run"
@@ -72,6 +75,7 @@ class Target(Section):
     """The served model, as several stages use it."""
 
     model: LocalPath = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
+    hub: HubId | None = Field(None, description="the model on the Hugging Face hub, for the model card")
     served_name: str = Field(description="the model's name on the servers")
     layer_ids: tuple[NonNegativeInt, ...] = Field(
         description="captured layers in vLLM's ids: i is the input of layer i; the last id is the number of layers"
@@ -229,6 +233,7 @@ class Train(Section):
 
 class Export(Section):
     step: PositiveInt | None = Field(None, description="default: the best complete step")
+    license: str | None = Field(None, description="of the drafter, for the model card, such as mit")
     reference: LocalPath | None = Field(
         None, description="folder whose format the export must have; default: train.warm_start"
     )

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import yaml
+from huggingface_hub import ModelCardData
 
 from drafter import config, files, run_files
 from drafter.acceptance import model_card
+from drafter.errors import ConfigError
 from drafter.export import stage as export
 from drafter.target import eagle3_folder
 from tests import captured, tiny_models
@@ -100,3 +103,38 @@ def test_an_export_taken_from_another_run_keeps_that_runs_card(target, tmp_path)
     assert export.drafter_folder(second) == export.drafter_folder(first)
     model_card.write_card(second)
     assert (export.drafter_folder(first) / model_card.NAME).read_text() == before
+
+
+def metadata(run) -> dict:
+    return yaml.safe_load(text(run).split("---")[1])
+
+
+def test_the_cards_metadata_is_what_the_hub_reads(target, tmp_path):
+    hub = {"name": "open", "hub": "mlabonne/open-perfectblend", "revision": "a1"}
+    sources = [{"name": "mine", "path": "/data/mine.jsonl"}, hub]
+    settings = ["target.hub=moonshotai/Kimi-K2.5", "export.license=mit", f"prompts={json.dumps(sources)}"]
+    run = make_run(tmp_path, target, *settings)
+    assert "model-index" not in metadata(run), "nothing is measured yet"
+    names = ("verdict", "baseline", "recommended")
+    headline = dict.fromkeys(run_files.Headline.__annotations__) | dict.fromkeys(names, "worse") | {"drafter": "run"}
+    report = {"headline": headline, "comparisons": [], "measurements": [measured("none"), measured("run")]}
+    (path := run.stage_dir("06_acceptance")).mkdir(parents=True)
+    files.write_json(path / "acceptance.json", report | {"left_out": [], "drafters": {"none": None, "run": "a"}})
+    found = metadata(run)
+    assert (found["base_model"], found["license"]) == ("moonshotai/Kimi-K2.5", "mit")
+    assert found["datasets"] == ["mlabonne/open-perfectblend"]
+    [index] = ModelCardData(**found).to_dict()["model-index"]
+    [result] = index["results"]
+    assert result["metrics"][0] | {"name": ""} == {"type": "acceptance_length", "value": 2.0, "name": ""}
+
+
+def test_a_card_without_hub_id_and_licence_says_what_to_set_and_claims_nothing(target, tmp_path, caplog):
+    with caplog.at_level("INFO", "drafter"):
+        found = metadata(make_run(tmp_path, target))
+    assert "lacks target.hub and export.license" in caplog.text
+    assert not {"base_model", "license", "datasets"} & found.keys()
+
+
+def test_what_is_no_hub_id_is_refused(target, tmp_path):
+    with pytest.raises(ConfigError, match="target.hub"):
+        make_run(tmp_path, target, "target.hub=/data/models/Kimi-K2.5")
