@@ -2,7 +2,7 @@
 # From prompts to a measured drafter.
 #
 #   ./run_pipeline.sh [CONFIG] [--from NN | --only NN] [--limit N] [--deadline HH:MM] [--redo] [--set SECTION.KEY=VALUE]
-#   ./run_pipeline.sh [CONFIG] --dry-run, --plan [--probe] [--done-by HH:MM], or status
+#   ./run_pipeline.sh [CONFIG] --dry-run, --rehearse, --plan [--probe] [--done-by HH:MM], or status
 #
 # First, once for a warm start that was never served here, a smoke test: vLLM must accept some of its drafts (05 --smoke).
 # Then these stages in order; a stage with nothing left to do is skipped:

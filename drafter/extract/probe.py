@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,6 +30,7 @@ TOKENS = 256  # tokens of a row to compare: the server computes logits for each
 MEAN_NAT, TOP1 = 0.1, 0.95
 TIES = 2  # bf16 logits tie now and then, which must not fail a probe of a few dozen positions
 RELATIVE = 0.15  # allowed share of an auxiliary layer's norm; two bf16 implementations differ by 0.01 to 0.03
+GROWTH, PACKED_GROWTH = 2, 8  # of weights that are loaded as float32: from bf16, and from 4 bits
 SMALL_BYTES = 2 << 30  # weights of a target that is loaded to compare its layers
 LAYER_TOKENS = 32  # tokens of a row whose layers are computed again, on the CPU
 CHUNK = 128  # positions whose logits are in memory at once
@@ -74,7 +76,11 @@ class Probe:
         torch.set_num_threads(min(THREADS, torch.get_num_threads()))
         with_target = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._verifier = with_target.submit(_verifier, config)
-        self._reference = with_target.submit(load_reference, config.target.model, config.target.trust_remote_code)
+        # A rehearsal's target is small enough for this machine's memory, or its layers are not compared.
+        most = psutil.virtual_memory().available // 2 if config.run.rehearsal else None
+        self._reference = with_target.submit(
+            load_reference, config.target.model, config.target.trust_remote_code, most
+        )
         with_target.shutdown(wait=False)
 
     @property
@@ -200,9 +206,17 @@ class Reference:
 
 
 @functools.lru_cache(maxsize=1)
-def load_reference(model: Path, trust_remote_code: bool = False) -> Reference | None:
-    """None when the target is too large to load beside the server, or transformers cannot load all its weights."""
-    if sum(path.stat().st_size for path in model.glob("*.safetensors")) > SMALL_BYTES:
+def load_reference(model: Path, trust_remote_code: bool = False, memory: int | None = None) -> Reference | None:
+    """None when the target is too large to load beside the server, or transformers cannot load all its weights.
+
+    Too large are weights of more than SMALL_BYTES, or those that would take more than `memory` bytes as float32.
+    """
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    if memory is None:
+        memory, growth = SMALL_BYTES, 1
+    else:
+        growth = PACKED_GROWTH if "pack-quantized" in (model / "config.json").read_text() else GROWTH
+    if weights * growth > memory:
         return None
     try:
         return _load(model, trust_remote_code)

@@ -110,3 +110,14 @@ def test_neighbouring_layers_give_away_permuted_slots(tmp_path):
         else:
             with pytest.raises(ContractError, match="most similar to layer"):
                 probe.check_neighbours(tmp_path / name, (2, 30, 58))
+
+
+def test_a_rehearsals_target_is_loaded_as_far_as_it_fits_in_memory(tmp_path):
+    """Packed weights grow more: 4 bits become 32."""
+    flat = tiny_models.make_tiny_mla(tmp_path / "flat")
+    weights = (flat / "model.safetensors").stat().st_size
+    assert probe.load_reference(flat, memory=2 * weights) and not probe.load_reference(flat, memory=2 * weights - 1)
+    packed = tiny_models.make_int4(tiny_models.make_tiny_mla(tmp_path / "packed"))
+    weights = (packed / "model.safetensors").stat().st_size
+    assert probe.load_reference(packed, memory=8 * weights)
+    assert not probe.load_reference(packed, memory=8 * weights - 1)
