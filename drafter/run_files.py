@@ -253,6 +253,7 @@ class Report(TypedDict):
     comparisons: list[dict[str, Any]]
     left_out: NotRequired[list[LeftOut]]
     prompt_sets: NotRequired[list[PromptSet]]
+    by_source: NotRequired[list[dict[str, Any]]]
     greedy_agreement: NotRequired[list[Agreement]]
     expected: NotRequired[dict[str, float]]
 

@@ -105,6 +105,30 @@ def result_figures(decoded: list[Decoded], think_end: int | None, seed: int) -> 
     return result
 
 
+def by_source(
+    results: Results, sources: dict[str, str], think_end: int | None, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Each measurement apart for each source of its prompts (conversation id -> source), if it has several.
+
+    Lengths come from the streams, since the engine counts no sources; none where the streams miss steps.
+    """
+    for unit, decoded in results.items():
+        by_name: dict[str, list[str]] = {}
+        for reply in decoded.replies:
+            if source := sources.get(reply.conv_id):
+                by_name.setdefault(source, []).append(reply.conv_id)
+        if unit.drafter == NONE or len(by_name) < 2 or not decoded.streams_agree:
+            continue
+        for source, conv_ids in sorted(by_name.items()):
+            part = decoded.only(conv_ids)
+            figures: dict[str, Any] = {"source": source, "prompts": len(conv_ids)}
+            for name in PARTS:
+                counted = _tallies(part, name, think_end)
+                figures["acceptance_length" if name == "all" else f"{name}_length"] = intervals.length(counted)
+            low, high = intervals.interval(_tallies(part, "all", think_end), seed) or (None, None)
+            yield unit.to_record() | figures | {"low": low, "high": high}
+
+
 def speed_up(unit: Measurement, results: Results) -> float | None:
     """Output tokens a second relative to decoding without a drafter under the same load; None if not measured."""
     for other, decoded in results.items():

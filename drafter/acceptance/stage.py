@@ -52,6 +52,8 @@ def run(stage: Stage) -> dict:
     stage.counts.done = sum(not decoded.skipped for decoded in done.values())
     report = comparison.summarise_results(units, done, config.target.think_end, config.run.seed)
     report["prompt_sets"] = prompt_sets.describe_sets(sets, config.stage_dir("01b_synthetic") / run_files.PROMPTS)
+    sources = {record["conv_id"]: record["source"] for records in sets.values() for record in records}
+    report["by_source"] = list(comparison.by_source(done, sources, config.target.think_end, config.run.seed))
     report["expected"] = expected_lengths(config)
     report["drafters"] = {label: folder and eagle3_folder.fingerprint(folder) for label, folder in drafters.items()}
     files.write_json(stage.folder / run_files.ACCEPTANCE, report)

@@ -188,3 +188,26 @@ def test_the_headline_says_a_length_whose_interval_is_not_known():
     assert sentence(headline).startswith(
         f"acceptance length {headline['acceptance_length']:.2f} with the trained drafter"
     )
+
+
+def test_sources_are_measured_apart_and_make_up_the_whole():
+    """How well a drafter does on one's own prompts was hidden in the mean over all."""
+    easy, hard = decoded(0.8, prompts=20, seed=1), decoded(0.2, prompts=20, seed=2)
+    for number, reply in enumerate(hard.replies):
+        reply.conv_id = f"h{number}"
+    counters = Counters(
+        easy.counters.drafts + hard.counters.drafts,
+        easy.counters.draft_tokens + hard.counters.draft_tokens,
+        easy.counters.accepted + hard.counters.accepted,
+        [easy.counters.accepted + hard.counters.accepted, 0, 0],
+    )
+    both = Decoded([*easy.replies, *hard.replies], counters, 10.0, {}, 0)
+    sources = {reply.conv_id: "mine" if reply.conv_id.startswith("h") else "open" for reply in both.replies}
+    results = {unit("run"): both, unit("none"): plain()}
+    mine, others = comparison.by_source(results, sources, THINK_END, seed=0)
+    assert (mine["source"], others["source"], mine["prompts"]) == ("mine", "open", 20)
+    for figures, decoded_apart in ((mine, hard), (others, easy)):
+        counted = decoded_apart.counters
+        assert figures["acceptance_length"] == pytest.approx(1 + counted.accepted / counted.drafts)
+        assert figures["low"] < figures["acceptance_length"] < figures["high"] and figures["answer_length"] >= 1
+    assert list(comparison.by_source(results, dict.fromkeys(sources, "open"), THINK_END, seed=0)) == []

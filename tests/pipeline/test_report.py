@@ -158,6 +158,14 @@ def test_the_prompts_that_were_measured_on_are_counted_by_source(finished):
     assert "held_out  sample  6" in re.sub(" +", "  ", section)
 
 
+def test_the_acceptance_on_each_source_is_shown(finished):
+    path = finished.run_dir / "06_acceptance/acceptance.json"
+    apart = [measurement("run", 1.875, []) | {"source": "mine", "prompts": 31}]
+    write(path, json.loads(path.read_text()) | {"by_source": apart})
+    text = report.write(finished).read_text()
+    assert "<td>mine</td>" in text and "1.875" in text
+
+
 def test_what_was_not_asked_is_no_reject(finished):
     """Law 7"""
     folder = finished.run_dir / "01b_synthetic"

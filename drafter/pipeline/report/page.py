@@ -37,6 +37,12 @@ MEASURED = {
     "draft tokens": "num_speculative_tokens",
     "temperature": "temperature",
 }
+BY_SOURCE = {
+    "drafter": "drafter",
+    "source": "source",
+    **{name: MEASURED[name] for name in ("tokens a step", "95% low", "95% high", "in reasoning", "in answers")},
+    **{name: MEASURED[name] for name in ("prompt set", "prompts", "concurrency", "draft tokens", "temperature")},
+}
 COMPARED = {
     "drafter": "drafter",
     "against": "baseline",
@@ -144,10 +150,12 @@ def acceptance(found: RunState) -> str:
 
 
 def _prompt_sources(found: RunState) -> str:
-    """Number of prompts by prompt set and source: an acceptance length is valid only for its sources."""
+    """Prompts and acceptance by prompt set and source: an acceptance length is valid only for its sources."""
     sets = found.acceptance.get("prompt_sets", [])
     body = [[one["name"], source, count] for one in sets for source, count in one.get("sources", {}).items()]
-    return elements.table(["prompt set", "source", "prompts"], body) if body else ""
+    counted = elements.table(["prompt set", "source", "prompts"], body) if body else ""
+    apart = found.acceptance.get("by_source", [])
+    return counted + (elements.columns(apart, BY_SOURCE) if apart else "")
 
 
 def timeline(found: RunState) -> str:
