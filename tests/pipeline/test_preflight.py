@@ -480,7 +480,11 @@ def test_a_unit_that_captures_too_few_layers_is_found_before_it_is_started(monke
         folder.mkdir()
     monkeypatch.setattr(unit_file, "UNIT_FOLDERS", (etc, usr))
     kimi = SimpleNamespace(
-        servers=SimpleNamespace(extract=SimpleNamespace(kind="systemd", unit="vllm-kimi-k25-extract")),
+        servers=SimpleNamespace(
+            extract=SimpleNamespace(
+                kind="systemd", unit="vllm-kimi-k25-extract", systemd_unit="vllm-kimi-k25-extract"
+            )
+        ),
         target=SimpleNamespace(layer_ids=(2, 30, 58, 61), aux_layer_ids=(2, 30, 58)),
         extract=SimpleNamespace(neighbour_ids=False),
     )
