@@ -88,6 +88,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags += ["--rehearse"] * args.rehearse + ["--dry-run"] * args.dry_run
     if args.status and flags:
         raise ConfigError(f"status only reads the run: leave out {flags[0]}")
+    if args.json and (args.status or args.plan or args.dry_run or args.rehearse):
+        raise ConfigError("--json is about the end of a run: leave it out")
     if args.deadline and (args.only or args.first or "01b") != "01b":
         raise ConfigError("--deadline stops 01b, which this call does not run: leave it out")
     return args
@@ -127,6 +129,9 @@ def parser() -> Parser:
     )
     result.add_argument("--done-by", metavar="HH:MM", help="with --plan: propose what is finished by then")
     result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    result.add_argument(
+        "--json", action="store_true", help="end with a line of JSON also on a terminal, as in a pipe"
+    )
     return result
 
 

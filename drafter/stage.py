@@ -203,7 +203,12 @@ def parser(description: str) -> Parser:
     result = tool_parser(description)
     result.add_argument("--limit", type=positive, metavar="N", help="handle at most N rows")
     result.add_argument("--dry-run", action="store_true", help="offline: show what would be done and what is missing")
+    add_json(result)
     return result
+
+
+def add_json(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument("--json", action="store_true", help="one line of JSON also on a terminal, as in a pipe")
 
 
 def run_command(name: str, body: Callable[[], int | None], conclude: Callable[[int], None] = lambda _: None) -> int:
@@ -247,10 +252,11 @@ def run_stage(
     arguments: argparse.ArgumentParser,
     argv: list[str] | None = None,
 ) -> int:
-    """Run a stage: one JSON line on stdout, the log on stderr, and an exit code that says who must act."""
+    """Run a stage: its summary on stdout, the log on stderr, and an exit code that says who must act."""
     log_to_stderr()
     signals.listen(*signals.wanted())
     stage: Stage | None = None
+    args: argparse.Namespace | None = None
     try:
         args = arguments.parse_args(argv)
         stage = Stage(name, load(args.config or default_config(), args.overrides), args)
@@ -290,15 +296,27 @@ def run_stage(
     if "error" in summary:
         print(f"{name}: {summary['error']}", file=sys.stderr)
     if is_main_process():
-        summarise(summary, code)
+        if wants_json(args):
+            # torchrun exits with its own code, so the summary carries the stage's.
+            print(json.dumps(summary | {"exit_code": code}), flush=True)
+        elif not code:
+            print(in_words(summary), flush=True)
     return code
 
 
-def summarise(summary: dict, code: int) -> None:
-    """Print the summary as one line of JSON; not after an error on a terminal, which shows the message already."""
-    if not code or not sys.stdout.isatty():
-        # torchrun exits with its own code, so the summary carries the stage's.
-        print(json.dumps(summary | {"exit_code": code}), flush=True)
+def wants_json(args: argparse.Namespace | None) -> bool:
+    """Programs read stdout through a pipe and get JSON; a terminal gets it with --json only."""
+    return not sys.stdout.isatty() or (args is not None and args.json)
+
+
+def in_words(summary: dict) -> str:
+    """A stage's summary as a line for a terminal."""
+    if summary.get("dry_run"):
+        return f"{summary['stage']}: {summary['pending']} to do"
+    parts = [summary.get("status", "done"), f"{summary.get('out', 0)} of {summary.get('in', 0)} done"]
+    parts += [f"{count} {reason.replace('_', ' ')}" for reason, count in summary.get("rejected", {}).items()]
+    parts += [f"{summary['pending']} left"] if summary.get("pending") else []
+    return f"{summary['stage']}: {', '.join(parts)}"
 
 
 def as_stage_error(error: Exception) -> StageError | None:

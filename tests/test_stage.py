@@ -262,8 +262,37 @@ def test_the_seconds_of_a_stage_are_those_of_all_its_calls(call, tmp_path, monke
     assert call(slow)[1]["seconds"] == pytest.approx(200, abs=5)
 
 
-@pytest.mark.parametrize(("terminal", "code"), [(True, 0), (True, 2), (False, 2)])
-def test_of_a_failure_a_person_at_a_terminal_reads_one_line(capsys, monkeypatch, terminal, code):
+@pytest.mark.parametrize(
+    ("terminal", "flags", "shown"),
+    [
+        (True, [], "01b_synthetic: partial, 2 of 5 done, 1 held out, 1 prompt too long, 1 left\n"),
+        (True, ["--json"], "json"),
+        (False, [], "json"),
+    ],
+)
+def test_a_terminal_is_shown_words_and_a_pipe_or_json_gets_one_line_of_json(
+    tmp_path, capsys, monkeypatch, terminal, flags, shown
+):
+    def body(this):
+        this.begin(KEYS)
+        this.counts.total, this.counts.done = 5, 2
+        this.counts.rejected.update(["held_out", "prompt_too_long"])
+        return this.finish() | {"deadline": "2026-12-01T04:00"}
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own handlers
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    stage.summarise({"error": "one line"}, code)
-    assert bool(capsys.readouterr().out) == (not terminal or not code)
+    code = stage.run_stage("01b_synthetic", body, stage.parser("t"), ["--set", f"run.dir={tmp_path}", *flags])
+    out = capsys.readouterr().out
+    assert code == 0 and (json.loads(out)["out"] == 2 if shown == "json" else out == shown)
+
+
+@pytest.mark.parametrize(("terminal", "lines"), [(True, 0), (False, 1)])
+def test_after_a_failure_a_terminal_shows_the_error_alone(tmp_path, capsys, monkeypatch, terminal, lines):
+    def body(this):
+        raise ConfigError("one line")
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    stage.run_stage("01b_synthetic", body, stage.parser("t"), ["--set", f"run.dir={tmp_path}"])
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == lines and captured.err.count("one line") == 1

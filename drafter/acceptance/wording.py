@@ -30,6 +30,21 @@ def recommendation(headline: dict[str, Any]) -> str:
     return f"recommended to serve: {named(headline['recommended'])}"
 
 
+def why_slower(headline: dict[str, Any], default_target: bool) -> str:
+    """What a speed below that of plain decoding means; empty if there is none."""
+    if not headline["speed_up"] or headline["speed_up"] >= 1:
+        return ""
+    if default_target:
+        return (
+            "slower than without a drafter, as expected here: a target of 135M parameters is hardly larger than its "
+            "drafter, so it cannot gain; this run shows that the pipeline works"
+        )
+    return (
+        "slower than without a drafter: at this load, drafting and checking cost more time than the accepted tokens "
+        "save; measure fewer draft tokens or a lower concurrency (acceptance.cells)"
+    )
+
+
 def length(headline: dict[str, Any]) -> str:
     """The acceptance length, with its interval if known."""
     if headline.get("acceptance_length") is None:

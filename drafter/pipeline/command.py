@@ -1,5 +1,7 @@
 """The command `run_pipeline.sh`: what its arguments ask for."""
 
+import argparse
+import json
 import logging
 from datetime import datetime
 
@@ -7,16 +9,16 @@ from drafter import cli, errors, model_folder, signals
 from drafter.config import load
 from drafter.config.default import default_config
 from drafter.errors import Interrupted
-from drafter.pipeline import deadline, plan, status, trial
+from drafter.pipeline import deadline, plan, result, status, trial
 from drafter.pipeline.run import Pipeline, chosen
-from drafter.stage import run_command, summarise
+from drafter.stage import run_command, wants_json
 from drafter.target import default_model
 
 log = logging.getLogger("drafter")
 
 
 def main(argv: list[str] | None = None) -> int:
-    pipelines: list[Pipeline] = []
+    runs: list[tuple[Pipeline, argparse.Namespace]] = []
 
     def body() -> int:
         args = cli.parse(argv)
@@ -44,14 +46,17 @@ def main(argv: list[str] | None = None) -> int:
             from drafter.pipeline import rehearsal  # needs torch
 
             return rehearsal.rehearse(config)
-        pipelines.append(pipeline)
+        runs.append((pipeline, args))
         return pipeline.run()
 
     def conclude(code: int) -> None:
-        if code - 128 in signals.SIGNALS and pipelines:
+        if code - 128 in signals.SIGNALS and runs:
             log.info("%s: finished work is kept, %s", Interrupted(code - 128), errors.next_action(None))
-        for pipeline in pipelines:
-            if pipeline.begun:
-                summarise(pipeline.record.state, code)
+        for pipeline, args in runs:
+            if pipeline.begun and not code:  # last, so that it stays on the screen
+                for line in result.lines(pipeline.config):
+                    log.info("%s", line)
+            if pipeline.begun and wants_json(args):
+                print(json.dumps(pipeline.record.state | {"exit_code": code}), flush=True)
 
     return run_command("run_pipeline.sh", body, conclude)

@@ -173,7 +173,6 @@ class Pipeline:
         elif not self.worked:
             log.info("run %s is complete, nothing to do", self.config.run.name)
         self.record.finish("stopped" if left else "complete")
-        log.info("report: %s", self.config.run_dir / "report.html")
 
     @contextlib.contextmanager
     def _restored_afterwards(self) -> Iterator[None]:

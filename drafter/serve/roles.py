@@ -200,6 +200,13 @@ def status(config: Config, role: Role) -> dict[str, Any]:
     )
 
 
+def in_words(found: dict[str, Any]) -> str:
+    """A role's `status` as a line for a terminal."""
+    missing = f" ({found['missing']})" if found["alive"] and not found["ready"] else ""
+    state = "ready" if found["ready"] else "running, but not ready" if found["alive"] else "not running"
+    return f"server {found['role']} ({found['url']}): {state}{missing}"
+
+
 def why_unready(config: Config, role: Role, patience: float | None = None) -> Unready | None:
     """The first reason why the role is not ready, or None when it is.
 
@@ -270,6 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.serve")
     arguments.add_argument("verb", choices=("up", "wait", "status", "down", "check"))
     arguments.add_argument("role", choices=get_args(Role))
+    stage.add_json(arguments)
 
     def body(config: Config, args: argparse.Namespace) -> int:
         if args.verb == "check":
@@ -280,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
             verbs: dict[str, Callable[[Config, Role], object]] = {"up": up, "wait": wait, "down": down}
             verbs[args.verb](config, args.role)
         found = status(config, args.role)
-        print(json.dumps(found))
+        print(json.dumps(found) if stage.wants_json(args) else in_words(found))
         return 0 if args.verb != "status" or found["ready"] else UNFIT if found["alive"] else DOWN
 
     return stage.run_tool("server", body, arguments, argv)

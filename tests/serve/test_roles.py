@@ -1007,3 +1007,13 @@ def test_memory_that_stays_after_down_is_reported_with_its_processes(role, machi
     with pytest.raises(ResumableError, match=r"GPU 0: 83.89 GB\), held by process 4242 VLLM::Worker_TP0"):
         roles.down(run_config, "generate")
     machine.memory(500)
+
+
+@pytest.mark.parametrize(
+    ("alive", "ready", "words"),
+    [(True, True, "ready"), (True, False, "running, but not ready (loading)"), (False, False, "not running")],
+)
+def test_a_terminal_reads_the_state_of_a_server_in_words(alive, ready, words):
+    found = {"role": "generate", "url": "http://here:1", "alive": alive, "ready": ready}
+    found |= {} if ready else {"missing": "loading"}
+    assert roles.in_words(found) == f"server generate (http://here:1): {words}"

@@ -11,9 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from drafter import checked, disk, errors, files, run_files, stage, text
-from drafter.acceptance.wording import caveats, length, named, recommendation
+from drafter.acceptance.wording import caveats, length, named, recommendation, why_slower
 from drafter.config import STAGES, Config
 from drafter.errors import ConfigError
+from drafter.model_folder import DEFAULT_MODEL
 from drafter.pipeline.report import charts, elements
 from drafter.pipeline.run_state import NOT_ASKED, RunState, seconds_of
 
@@ -116,6 +117,8 @@ def verdict(found: RunState) -> str:
         advice = f"{escape(recommended[0].upper() + recommended[1:])}."
         if head["speed_up"]:
             advice += f" Decoding is {head['speed_up']:.2f} times as fast as without a drafter."
+        if why := why_slower(head, found.config.target.model == DEFAULT_MODEL):
+            advice += f" {why[0].upper() + why[1:]}."
         return elements.box(tone, said, advice)
     if trouble := found.trouble():
         code = found.pipeline_record(trouble.at).get("exit_code")
