@@ -13,7 +13,7 @@ import pytest
 from drafter import config, process
 from drafter.pipeline import plan, rehearsal_record
 from drafter.serve import unit_command, unit_file
-from tests.conftest import CPU_CONFIG
+from tests.conftest import CPU_CONFIG, free_port
 from tests.pipeline.test_run import SCRIPTS, STAGES, Night, night, wait_for  # noqa: F401 - a fixture among them
 
 
@@ -142,6 +142,19 @@ def test_a_night_beside_a_working_rehearsal_is_refused(night):
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=30)
     assert left_in(night) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1500)
+def test_the_default_run_is_rehearsed_whole_on_real_vllm(tmp_path, model):
+    line = ["./run_pipeline.sh", str(CPU_CONFIG), "--rehearse", "--set", f"run.dir={tmp_path}"]
+    for role in ("generate", "extract", "evaluate"):
+        line += ["--set", f"servers.{role}.url=http://127.0.0.1:{free_port()}"]
+    env = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(line, cwd=config.ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert pieces(done.stdout) == dict.fromkeys([*ALL, "server evaluate", "06_acceptance"], "passed")
+    assert "4 of 30 layers" in done.stdout and "8 rows, all layers compared" in done.stdout
 
 
 FULL = 'mount -t tmpfs -o size=64m none "$1" && shift && exec "$@"'

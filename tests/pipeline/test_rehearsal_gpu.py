@@ -3,7 +3,7 @@
     python -m tests.wide_kimi /data/wide          # once; or without it, in a temporary folder for each test
     WIDE_KIMI=/data/wide python -m pytest -m gpu tests/pipeline/test_rehearsal_gpu.py -s -k bf16-1
 
-On the CPU the same steps run on tiny widths, up to the drafter's server, which no MLA target has there.
+vLLM on the CPU is no help: there it has no drafter for an MLA target, and several prompts in a batch change its states.
 """
 
 import json
@@ -28,7 +28,7 @@ NEWER = ("decode-context-parallel-size", "watermark")  # not on few GPUs, not in
 ROWS = {"generate.max_tokens": 2048, "target.max_seq_len": 2048, "acceptance.held_out": 2}
 
 
-def overrides(folder: Path, target: Path, drafter: Path, ranks: int, on_gpu: bool) -> dict:
+def overrides(folder: Path, target: Path, drafter: Path, ranks: int) -> dict:
     """The night's own config with this target, on so many GPUs; the two units as commands with the units' flags."""
     changes: dict = ROWS | {
         "run.dir": str(folder / "runs"), "run.name": "wide", "train.warm_start": str(drafter),
@@ -41,7 +41,7 @@ def overrides(folder: Path, target: Path, drafter: Path, ranks: int, on_gpu: boo
         },
     }  # fmt: skip
     for role in ("generate", "extract", "evaluate"):
-        server = {"kind": "command", "url": f"http://127.0.0.1:{free_port()}", "gpus": list(range(ranks)) * on_gpu}
+        server = {"kind": "command", "url": f"http://127.0.0.1:{free_port()}", "gpus": list(range(ranks))}
         if role in UNITS:
             unit = unit_file.shipped(UNITS[role])
             own = {"speculative-config", "kv-transfer-config", "trust-remote-code", *NEWER}
@@ -50,10 +50,6 @@ def overrides(folder: Path, target: Path, drafter: Path, ranks: int, on_gpu: boo
         else:
             server["args"] = {"max-num-seqs": 32, "language-model-only": True, "reasoning-parser": "kimi_k2"}
         server["args"] |= {"tensor-parallel-size": ranks, "max-model-len": 4096, "gpu-memory-utilization": 0.8}
-        if not on_gpu:
-            server["args"] = {"language-model-only": True, "reasoning-parser": "kimi_k2", "max-model-len": 4096}
-            server["args"] |= {"dtype": "float32", "enforce-eager": True, "max-num-seqs": 8}
-            server["env"] = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
         changes[f"servers.{role}"] = server
     return changes
 
@@ -68,11 +64,11 @@ def rehearse(changes: dict) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def models(folder: Path, wide: bool, int4: bool) -> tuple[Path, Path]:
+def models(folder: Path, int4: bool) -> tuple[Path, Path]:
     """Target and drafter: those of WIDE_KIMI where it names a folder, the target a copy that may be quantized."""
-    made = os.environ.get("WIDE_KIMI") if wide else None
+    made = os.environ.get("WIDE_KIMI")
     if made is None:
-        target, drafter = wide_kimi.make(folder, wide)
+        target, drafter = wide_kimi.make(folder)
     else:
         target, drafter = Path(made) / "kimi", Path(made) / "drafter"
         if int4:
@@ -91,22 +87,8 @@ NIGHT += ["server evaluate", "06_acceptance"]
 def test_a_kimi_of_true_widths_is_rehearsed_whole(tmp_path, form, ranks):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    target, drafter = models(tmp_path, wide=True, int4=form == "int4")
-    code, page, err = rehearse(overrides(tmp_path, target, drafter, ranks, on_gpu=True))
+    target, drafter = models(tmp_path, int4=form == "int4")
+    code, page, err = rehearse(overrides(tmp_path, target, drafter, ranks))
     assert code == 0, err[-4000:]
     assert pieces(page) == dict.fromkeys(NIGHT, "passed")
     assert "4 of 8 layers" in page and f"2 steps on {ranks} rank" in page and "all layers compared" in page
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(1500)
-def test_a_nested_kimi_is_rehearsed_on_the_cpu_up_to_the_server_of_its_drafter(tmp_path):
-    """01b with reasoning, 02 with its probe, 04 and 05 from the warm start, whose layer ids are the copy's."""
-    target, drafter = models(tmp_path, wide=False, int4=False)
-    changes = overrides(tmp_path, target, drafter, 1, on_gpu=False)
-    changes |= {"acceptance.drafters": ["none"], "train.precision": "fp32", "train.loader_workers": 0}
-    changes |= {"acceptance.cells": [{"concurrency": 2, "temperature": 0}], "target.max_seq_len": 512}
-    code, page, err = rehearse(changes)
-    assert code == 0, err[-4000:]
-    assert pieces(page) == dict.fromkeys(NIGHT, "passed")
-    assert "4 of 8 layers" in page and "all layers compared" in page
