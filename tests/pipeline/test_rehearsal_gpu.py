@@ -3,7 +3,7 @@
     python -m tests.wide_kimi /data/wide          # once; or without it, in a temporary folder for each test
     WIDE_KIMI=/data/wide python -m pytest -m gpu tests/pipeline/test_rehearsal_gpu.py -s -k bf16-1
 
-vLLM on the CPU is no help: there it has no drafter for an MLA target, and several prompts in a batch change its states.
+vLLM on the CPU is no help: it has no drafter for an MLA target there, and prompts in one batch change its states.
 """
 
 import json
