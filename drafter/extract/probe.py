@@ -60,11 +60,13 @@ class Result:
         return asdict(self) | {"passed": self.passed}
 
     def __str__(self) -> str:
-        layers = "".join(f", layer {i} nearest {g['nearest']} at {g['distance']:.3f}" for i, g in self.aux.items())
+        layers = ""
+        for asked, got in self.aux.items():
+            found = "as expected" if int(asked) == got["nearest"] else f"looks like layer {got['nearest']}"
+            layers += f", layer {asked} {found} (relative difference {got['distance']:.3f})"
         return (
-            f"{self.positions} positions of {self.rows} rows differ by {self.mean_nat:.4f} nat on average "
-            f"(limit {MEAN_NAT}; {self.max_nat:.3f} at most), top-1 equal on {self.top1:.3f} "
-            f"(at least {TOP1}){layers}"
+            f"the same next token at {self.top1:.1%} of {self.positions} positions of {self.rows} rows (at least "
+            f"{TOP1:.1%}), mean divergence {self.mean_nat:.4f} (limit {MEAN_NAT}; largest {self.max_nat:.3f}){layers}"
         )
 
 

@@ -163,6 +163,19 @@ def count_text(entry: dict) -> str:
     return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
+def held_out_advice(meta: dict) -> str:
+    """A line if 06 keeps more than a quarter of the conversations; empty otherwise."""
+    tables = meta["sources"].values()
+    held = sum(table["rejected"].get("held_out", 0) for table in tables)
+    of = held + sum(table["requests"] for table in tables)
+    if held * 4 <= of:
+        return ""
+    return (
+        f"{held} of {of} prompts are held out for 06, which leaves {of - held} to train on; "
+        "add prompts, or lower acceptance.held_out"
+    )
+
+
 def rejection(row_id: str, source: str, reason: str, detail: str, at: str) -> dict:
     """A line of rejected.jsonl; `at` is "prompts" or "reply"."""
     return {"row_id": row_id, "source": source, "reason": reason, "detail": detail[:DETAIL], "at": at}

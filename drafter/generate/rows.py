@@ -303,6 +303,18 @@ def _describe(lengths: list[int], reasoning: int, truncated: int) -> dict:
     }
 
 
+def advice(summary: dict, max_tokens: int) -> list[str]:
+    """A line if most answers were cut, since a drafter trained on them rarely sees an answer end."""
+    whole = summary["all"]
+    if whole["truncated_share"] <= 0.5:
+        return []
+    cut = round(whole["truncated_share"] * whole["rows"])
+    return [
+        f"{cut} of {whole['rows']} answers were cut at generate.max_tokens = {max_tokens}: the drafter rarely learns "
+        "how answers end; a larger value (and target.max_seq_len) needs another run.name"
+    ]
+
+
 def summary_table(summary: dict) -> str:
     rows = [*summary["by_source"].items(), ("all", summary["all"])]
     return text.table([("source", *summary["all"]), *((name, *map(str, entry.values())) for name, entry in rows)])

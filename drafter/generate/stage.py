@@ -43,6 +43,8 @@ def prepare(stage: Stage) -> Work:
     work = Work(stage.folder, stage.folder, stage.args.limit)
     work.count(stage.counts)
     say("%d requests: %d done, %d to do", len(work.requests), len(work.done), len(work.pending))
+    if line := prompts.held_out_advice(meta):
+        say("%s", line)
     return work
 
 
@@ -79,6 +81,8 @@ def conclude(stage: Stage) -> dict:
     _name_pending(stage.folder / PENDING, work)
     stage.facts["rows"] = summary = rows.summarise_rows(rows.read_rows(stage.folder, stage.args.limit))
     say("rows written\n%s", rows.summary_table(summary))
+    for line in rows.advice(summary, stage.config.generate.max_tokens):
+        say("%s", line)
     done, least = stage.counts.done, stage.config.generate.min_rows
     if work.pending and stage.args.deadline:
         if done < max(least, 1):
@@ -133,6 +137,8 @@ def dry_run(stage: Stage) -> dict:
                 result["stale"] = reason
     for name, entry in result.get("sources", {}).items():
         say("%s: %d requests of %s", name, entry["requests"], prompts.count_text(entry))
+    if meta and (line := prompts.held_out_advice(meta)):
+        say("%s", line)
     for line in (*result.get("read", ()), *result.get("broken", ())):
         say("%s", line)
     return result

@@ -25,6 +25,7 @@ from drafter.train.resume import Position, resume_identity
 
 # Facts measured once, before step 1, and kept in checkpoints.
 BEFORE = ("layer_losses", "first_look_length", "served_length", "expected_acceptance_before")
+FEW_VALIDATION_ROWS = 20
 
 
 class Training:
@@ -57,7 +58,10 @@ class Training:
                 figures = self._step(step)
                 if progress:
                     progress.advance(
-                        1, **{key: figures[key] for key in ("loss", "expected_acceptance", "tokens_per_s")}
+                        1,
+                        loss=_shown(figures["loss"]),
+                        expected_acceptance=f"{figures['expected_acceptance']:.2f}",
+                        tokens_per_s=round(figures["tokens_per_s"]),
                     )
                 stop = figures["stop"] or (self._validate() if self._validates(step.number) else 0)
                 if stop or self._saves(step.number):
@@ -157,12 +161,19 @@ class Training:
         if self.ranks.main:
             facts = self.stage.facts
             say(
-                "%d rows train, %d validate; %d tokens, %.1f%% supervised, %.2f%% outside the draft vocabulary",
+                "%d rows train, %d validate; %d tokens, %.1f%% learned; %.2f%% missing in the drafter's vocabulary",
                 len(rows), facts["rows_validation"], tokens, 100 * anchors / tokens, 100 * self.outside,
             )  # fmt: skip
+            if facts["rows_validation"] < FEW_VALIDATION_ROWS:
+                say(
+                    "with fewer than %d validation rows the choice of the best step is partly chance; more rows or a "
+                    "larger train.validation_share help", FEW_VALIDATION_ROWS,
+                )  # fmt: skip
             say(
-                "%.1fM parameters train on %d ranks; weights, gradients and moments take %.1f GiB a rank",
-                facts["trainable_parameters"] / 1e6, self.ranks.world, facts["state_gib"],
+                "%.1fM parameters train on %s; weights, gradients and optimizer take %.1f GB of memory each",
+                facts["trainable_parameters"] / 1e6,
+                "one process" if self.ranks.world == 1 else f"{self.ranks.world} processes",
+                facts["state_gib"] * files.GIB / 1e9,
             )  # fmt: skip
 
     def _listen(self) -> None:
@@ -295,8 +306,8 @@ class Training:
             "validation", position.step, figures | {"seconds": round(time.perf_counter() - started, 3)}
         )
         say(
-            "step %d: validation loss %s, expected acceptance length %.3f",
-            position.step, "/".join(f"{x:.3f}" for x in figures["loss"]), acceptance,
+            "step %d: validation loss %s (one for each draft token), expected acceptance length %.2f",
+            position.step, _shown(figures["loss"]), acceptance,
         )  # fmt: skip
         if position.step == 0:
             self.stage.facts["expected_acceptance_before"] = acceptance
@@ -348,7 +359,7 @@ class Training:
             "tokens_seen": self.position.tokens,
             "tokens_per_second": round(tokens / seconds, 1),
         }
-        say("best step: %s, expected acceptance length %.3f", best.name, self.stage.facts["expected_acceptance"])
+        say("best step: %s, expected acceptance length %.2f", best.name, self.stage.facts["expected_acceptance"])
 
 
 def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[eagle3_folder.Tensors, dict[str, Any]]:
@@ -363,3 +374,8 @@ def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[e
         layer = read_last_layer(config.target.model)
         return random_init.first_weights(settings, verifier, vocabulary, config.run.seed, layer), settings
     return eagle3_folder.check_folder(train.warm_start, config.target), eagle3_folder.read_config(train.warm_start)
+
+
+def _shown(losses: list[float]) -> str:
+    """The losses of the draft tokens, for the log."""
+    return "/".join(f"{loss:.2f}" for loss in losses)

@@ -121,3 +121,11 @@ def test_a_rehearsals_target_is_loaded_as_far_as_it_fits_in_memory(tmp_path):
     weights = (packed / "model.safetensors").stat().st_size
     assert probe.load_reference(packed, memory=8 * weights)
     assert not probe.load_reference(packed, memory=8 * weights - 1)
+
+
+def test_the_probe_says_in_words_which_layer_is_not_the_one_that_was_asked_for():
+    layers = {"2": {"nearest": 2, "distance": 0.01}, "15": {"nearest": 16, "distance": 0.02}}
+    said = str(replace(GOOD, layers=layers))
+    assert "layer 2 as expected (relative difference 0.010)" in said
+    assert "layer 15 looks like layer 16 (relative difference 0.020)" in said
+    assert " nat " not in said and "nearest" not in said

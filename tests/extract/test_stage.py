@@ -181,12 +181,12 @@ def test_a_finished_stage_says_so_without_a_server(run, engine, capsys):
 
 
 KINDS = {
-    "early": "differ by",
-    "normed": "differ by",
-    "shifted": "layer 2 nearest 3",
-    "permuted": "layer 2 nearest 4",
-    "other": "differ by",
-    "late": "differ by",
+    "early": "mean divergence",
+    "normed": "mean divergence",
+    "shifted": "layer 2 looks like layer 3",
+    "permuted": "layer 2 looks like layer 4",
+    "other": "mean divergence",
+    "late": "mean divergence",
     "short": "token_ids has",
     "zeros": "is zero",
 }

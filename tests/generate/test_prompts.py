@@ -428,3 +428,13 @@ def test_the_sample_is_complete_and_varied():
     kinds = {record["source"] for record in records}
     assert {"maths", "code", "writing", "reasoning", "languages", "multi_turn"} <= kinds
     assert any(record["conversations"][0]["from"] == "system" for record in records)
+
+
+@pytest.mark.parametrize(
+    ("requests", "held", "said"),
+    [(8, 8, "8 of 16 prompts are held out for 06, which leaves 8 to train on"), (92, 8, ""), (10, 0, "")],
+)
+def test_a_small_run_is_told_how_much_of_it_is_held_out(requests, held, said):
+    table = {"requests": requests, "rejected": {"held_out": held} if held else {}}
+    line = prompts.held_out_advice({"sources": {"mine": table}})
+    assert line.startswith(said) and bool(line) == bool(said)

@@ -41,3 +41,10 @@ def test_a_rows_prompt_ends_and_its_reasoning_ends_where_the_targets_own_token_i
     target = target.model_copy(update={"prompt_suffix": (60,), "think_end": 61})
     with pytest.raises(ContractError, match=said) if said else contextlib.nullcontext():
         rows.check_positions(think_row(**changes), target)
+
+
+@pytest.mark.parametrize(("cut", "lines"), [(0.85, 1), (0.4, 0)])
+def test_answers_that_are_mostly_cut_get_one_line_with_the_setting(cut, lines):
+    said = rows.advice({"all": {"rows": 20, "truncated_share": cut}}, 96)
+    assert len(said) == lines
+    assert all("17 of 20 answers were cut at generate.max_tokens = 96" in line for line in said)

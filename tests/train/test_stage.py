@@ -741,3 +741,15 @@ def test_an_index_that_its_manifest_contradicts_is_refused_and_pending_rows_are_
     code, _summary = counted("partial", 12, 3)
     assert code == 0 and "not complete (status partial): 12 rows train, 3 are pending" in caplog.text
     assert counted("complete", 12, 0)[0] == 0
+
+
+@pytest.mark.parametrize(("few", "lines"), [(20, 1), (0, 0)])
+def test_a_choice_of_the_best_step_by_few_validation_rows_gets_one_line(
+    target, tmp_path, monkeypatch, caplog, few, lines
+):
+    monkeypatch.setattr(loop, "FEW_VALIDATION_ROWS", few)
+    path = captured.write_run(tmp_path, target, rows=12, epochs=1, max_steps=1)
+    with caplog.at_level("INFO", "drafter"):
+        assert captured.train(path)[0] == 0
+    assert sum("partly chance" in message for message in caplog.messages) == lines
+    assert any("train on one process" in message for message in caplog.messages)
