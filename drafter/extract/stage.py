@@ -101,8 +101,11 @@ def dry_run(stage: Stage) -> dict:
         findings.append(str(error))
     # Rejected rows are not pending; a manual call retries them, and so does a call that merges the index again.
     rows_now, stale = row_set(rows.items, rows.rejected), {}
-    if (read_manifest(stage.folder) or {"facts": {}})["facts"].get("row_set", rows_now) != rows_now:
+    written = read_manifest(stage.folder) or {"facts": {}}
+    if written["facts"].get("row_set", rows_now) != rows_now:
         stale = {"stale": "index.jsonl lists other rows than 01b_synthetic has now"}
+    elif worklist.index_changed(stage.folder, written):
+        stale = {"stale": "index.jsonl is not the one that manifest.json describes"}
     settled = set() if stale else settled_ids(stage.folder)
     return {
         "stage": stage.name,
@@ -244,6 +247,7 @@ def write_records(
         stage.counts.reject(record["reason"])
     stage.facts |= {
         "row_set": row_set(items, rejected),
+        "index_sha256": files.sha256_file(folder / run_files.INDEX),
         "tokens": sum(entry.tokens for entry in entries.values()),
         "bytes": sum(entry.bytes for entry in entries.values()),
         "cut": sum(entry.tokens < entry.row_tokens for entry in entries.values()),

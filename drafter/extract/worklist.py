@@ -319,6 +319,12 @@ def write_index(folder: Path, items: list[Item]) -> dict[str, IndexEntry]:
     return found
 
 
+def index_changed(folder: Path, manifest: dict) -> bool:
+    """Whether `index.jsonl` has other bytes than stage 02 recorded; an earlier version recorded nothing."""
+    recorded, path = manifest["facts"].get("index_sha256"), folder / run_files.INDEX
+    return recorded is not None and not (path.exists() and files.sha256_file(path) == recorded)
+
+
 # The disk
 
 

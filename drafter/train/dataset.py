@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafter import files
+from drafter import files, run_files
 from drafter.config import Config
 from drafter.contracts import Counts
 from drafter.errors import ContractError
+from drafter.extract import worklist
 from drafter.stage import Stage, read_manifest, say
 from drafter.train import examples
 
@@ -49,11 +50,16 @@ def read_dataset(stage: Stage, world: int) -> Dataset:
 
 
 def compare_with_manifest(folder: Path, manifest: dict, listed: int) -> None:
-    """Compare stage 02's index with its manifest; log pending rows. Raises ContractError when the counts differ."""
+    """Compare stage 02's index with its manifest; log pending rows. Raises ContractError when they differ."""
     status, counted = manifest["status"], manifest.get("out", listed)
     if counted != listed:
         raise ContractError(
             f"{folder}: index.jsonl lists {listed} rows, manifest.json counts {counted} (out; status {status}); run "
+            "02_extract_hidden_states.py, which writes both again"
+        )
+    if worklist.index_changed(folder, manifest):
+        raise ContractError(
+            f"{folder / run_files.INDEX} was changed after stage 02 wrote it (manifest.json has another sha256); run "
             "02_extract_hidden_states.py, which writes both again"
         )
     if pending := manifest.get("pending", 0):

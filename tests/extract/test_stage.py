@@ -627,6 +627,22 @@ def test_an_index_of_other_rows_is_merged_again_also_when_nothing_is_to_be_extra
     assert "stale" not in run.extract(capsys, 1, "--dry-run")[1]
 
 
+@pytest.mark.parametrize("change", ["a span", "a row", "no file"])
+def test_an_index_that_was_changed_is_built_again_without_a_server(run, engine, capsys, change):
+    assert run.extract(capsys, engine.port)[0] == 0
+    path = run.folder / "index.jsonl"
+    written = path.read_bytes()
+    if change == "no file":
+        path.unlink()
+    else:
+        first, *others = map(json.loads, written.splitlines())
+        first["supervised"][0][0] += 1
+        files.write_jsonl(path, [first, *others] if change == "a span" else others)
+    assert "describes" in run.extract(capsys, 1, "--dry-run")[1]["stale"]
+    assert run.extract(capsys, 1)[0] == 0 and path.read_bytes() == written
+    assert "stale" not in run.extract(capsys, 1, "--dry-run")[1]
+
+
 # Nothing finished is removed before its successor has its name
 
 

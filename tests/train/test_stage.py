@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from drafter import config, contracts, locks, stage
+from drafter import config, contracts, files, locks, stage
 from drafter.target import eagle3_folder
 from drafter.train import checkpoint, examples, loop
 from drafter.train import stage as train
@@ -736,6 +736,15 @@ def test_an_index_that_its_manifest_contradicts_is_refused_and_pending_rows_are_
         assert code == 1 and "02_extract_hidden_states.py" in summary["error"]
         assert f"lists 12 rows, manifest.json counts {out} (out; status {status})" in summary["error"]
         assert not (path.parent / "runs/run/04_train/manifest.json").exists()
+    index = manifest_path.with_name("index.jsonl")
+    manifest_path.write_text(json.dumps(manifest | {"facts": {"index_sha256": files.sha256_file(index)}}))
+    first, *others = map(json.loads, index.read_text().splitlines())
+    first["supervised"] = [[span[0] + 1, span[1]] for span in first["supervised"]]  # another loss mask, as many rows
+    files.write_jsonl(index, [first, *others])
+    code, summary = captured.train(path)
+    assert code == 1 and f"{index} was changed" in summary["error"]
+    assert "02_extract_hidden_states.py" in summary["error"]
+    manifest_path.write_text(json.dumps(manifest | {"status": "running", "out": 0}))
     args = stage.parser("").parse_args(["--dry-run", "--config", str(path)])
     assert "counts 0 (out" in train.dry_run(stage.Stage("04_train", config.load(path), args))["findings"][0]
     code, _summary = counted("partial", 12, 3)
