@@ -40,6 +40,10 @@ def kimi_folder(folder):
         ("servers.generate.knd=command", "kind"),
         ("prompts.0.turn=last", "turns"),
         ("trian.lr=1", "train"),
+        ("train.learning_rate=1", "lr"),
+        ("target.max_length=1", "max_seq_len"),
+        ("generate.max_new_tokens=1", "max_tokens"),
+        ("target.model_name_or_path=x", "model"),
     ],
 )
 def test_unknown_key_is_refused_with_the_nearest_valid_one(override, nearest):

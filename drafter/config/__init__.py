@@ -3,16 +3,14 @@
 `python -m drafter.config` prints every setting with its default and meaning.
 """
 
-import difflib
 import shlex
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationError, model_validator
 
-from drafter.config import strict_yaml
+from drafter.config import mistakes, strict_yaml
 from drafter.config.fields import (
     MAX_COUNT,
     Beta,
@@ -364,27 +362,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         inner = {e["loc"][:depth] for e in problems for depth in range(len(e["loc"]))}
         problems = [e for e in problems if e["loc"] not in inner]
         unknown = [e for e in problems if e["type"] == "extra_forbidden"]
-        raise ConfigError(f"{path}: " + "; ".join(_explain(e) for e in unknown or problems)) from None
-
-
-def _explain(error: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] != "extra_forbidden":
-        return f"{where}: {error['msg'].removeprefix('Value error, ')}"
-    known = list(_fields_at(Config, error["loc"][:-1]))
-    nearest = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-    return f"unknown key {where}, " + (f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}")
-
-
-def _fields_at(model: type[BaseModel], loc: tuple) -> dict:
-    """Fields of the section that an error's location leads to."""
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return model.model_fields
+        raise ConfigError(f"{path}: " + "; ".join(mistakes.explain(Config, e) for e in unknown or problems)) from None
 
 
 def _rooted(value):

@@ -24,6 +24,7 @@ CHUNK = 2**16  # characters read at once from an array
 BATCH = 1024  # records
 SPACE = re.compile(r"[ \t\r\n]*")
 PARQUET = b"PAR1"
+TEXT_NAMES = {".csv", ".tsv", ".txt", ".md"}  # of files that often are no JSON Lines
 OTHERS = {b"PK\x03\x04": "a zip archive: unpack it", b"\x89HDF": "an HDF5 file", b"SQLite": "an SQLite file"}
 
 
@@ -106,6 +107,10 @@ def _look(path: Path, file: BinaryIO, held: contextlib.ExitStack) -> Opened:
         words.append(encoding.upper())
         stream = held.enter_context(io.TextIOWrapper(stream, encoding, newline="\n"))
         head = head.decode(encoding, errors="ignore").encode()
+    if TEXT_NAMES & set(path.suffixes) and head.lstrip()[:1] not in (b"{", b"["):
+        raise ConfigError(
+            f"prompts: {path} is CSV or plain text, which is not read; use JSON Lines, a JSON array or Parquet"
+        )
     kind = "a JSON array" if head.lstrip().startswith(b"[") else "JSON Lines"
     return Opened(kind, ", ".join([kind, *words]), stream)
 

@@ -252,3 +252,21 @@ def test_a_file_that_another_process_writes_all_the_time_never_ends_in_a_traceba
     finally:
         stop.set()
         writer.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("q.csv", b"id,prompt\n1,How long do I boil an egg?\n"),
+        ("q.txt", b"How long do I boil an egg?\n"),
+        ("q.csv.gz", gzip.compress(b"id,prompt\n1,Hello\n")),
+    ],
+)
+def test_csv_and_plain_text_are_refused_by_naming_the_formats_that_are_read(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        ConfigError, match="CSV or plain text, which is not read; use JSON Lines, a JSON array or Par"
+    ):
+        read(tmp_path / name)
+    (tmp_path / "jsonl.txt").write_bytes(b'{"a": 1}\n')
+    assert len(read(tmp_path / "jsonl.txt")) == 1
