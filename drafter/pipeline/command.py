@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return pipeline.run()
 
     def conclude(code: int) -> None:
-        if code - 128 in signals.SIGNALS and runs:
+        if code - 128 in signals.SIGNALS:
             log.info("%s: finished work is kept, %s", Interrupted(code - 128), errors.next_action(None))
         for pipeline, args in runs:
             if pipeline.begun and not code:  # last, so that it stays on the screen

@@ -59,7 +59,7 @@ def test_the_plan_says_how_many_fit_and_which_flags_help(kimi, monkeypatch, tmp_
     assert (
         "62 of 200 fit, which leaves 0.44 of the rate; with --decode-context-parallel-size 4 --watermark 0.05" in text
     )
-    assert "01b then takes 6.7 h" in text and "0.44 of it by the KV cache" in text
+    assert "01b then takes 6.6 h" in text and "0.44 of it by the KV cache" in text
 
 
 def test_a_platform_without_figures_of_its_memory_says_nothing(model, tmp_path):

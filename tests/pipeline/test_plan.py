@@ -102,6 +102,7 @@ def test_a_probe_measures_unmeasured_rates_and_keeps_only_its_manifests(tmp_path
         )
         facts = {"generation": {"output_tokens_per_second": 50.0}, "rows": {"all": {"mean_tokens": 90.0}}}
         facts |= {"tokens_per_second": 400.0, "tokens": 1300}
+        boot_times.record(self.config, "generate", 30)
         for step in self.steps:
             folder = self.config.stage_dir(step.stage)
             (folder / "ab").mkdir(parents=True)
@@ -123,7 +124,7 @@ def test_a_probe_measures_unmeasured_rates_and_keeps_only_its_manifests(tmp_path
     assert "an answer: 90 tokens" in text and "a row: 130 tokens" in text
     assert text.count("measured in run smollm2_cpu-probe") == 10
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"manifest.json", "config.yaml", ".lock"}
+    assert left == {"manifest.json", "config.yaml", ".lock", boot_times.NAME}
 
 
 def test_a_probe_keeps_what_it_takes_from_another_run(tmp_path, model, monkeypatch):
