@@ -9,12 +9,14 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, NotRequired, get_args, get_origin, get_type_hints
 
+import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic refuses typing's own before Python 3.12
 
 from drafter import files
 from drafter.errors import ContractError, StageError
 
+CHECKSUM = "xxh3"  # key of a sealed file: checksum of its other keys
 OPEN = with_config(ConfigDict(strict=True, extra="allow"))  # unlisted fields are kept as they are
 LISTED = with_config(ConfigDict(strict=True, extra="ignore"))  # unlisted fields are left out
 CLOSED = with_config(ConfigDict(strict=True, extra="forbid"))  # unlisted fields are refused
@@ -31,14 +33,25 @@ def validate(kind: Any, value: Any) -> Any:
 
 
 def load(path: Path, kind: Any, error: type[StageError] = ContractError, remedy: str = "") -> Any:
-    """The JSON file at `path`, of the type `kind`.
+    """The JSON file at `path`, of the type `kind`; of a sealed file, the content without its checksum.
 
     Raises FileNotFoundError, or `error` with the file, the field and the remedy.
     """
     try:
-        return validate(kind, _parse(path.read_bytes()))
+        return validate(kind, _unsealed(_parse(path.read_bytes())))
     except ContractError as why:
         raise error(f"{path} is broken ({why})" + (f"; {remedy}" if remedy else "")) from None
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` with a checksum, which `load` compares."""
+    return content | {CHECKSUM: checksum(content)}
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """XXH3 of canonical JSON, after a round trip through JSON that turns tuples into lists and keys into strings."""
+    again = json.loads(json.dumps(content))
+    return xxhash.xxh3_64(json.dumps(again, sort_keys=True).encode()).hexdigest()
 
 
 def read_or_empty(path: Path, kind: Any) -> dict[str, Any]:
@@ -80,6 +93,16 @@ def _nested(hint: Any) -> Any:
     if get_origin(hint) is list:
         return GenericAlias(list, (_nested(get_args(hint)[0]),))
     return record_of(hint) if isinstance(hint, type) and is_dataclass(hint) else hint
+
+
+def _unsealed(content: Any) -> Any:
+    """Content without a checksum is of an earlier version, or of a file that has none."""
+    if not isinstance(content, dict) or CHECKSUM not in content:
+        return content
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    if content[CHECKSUM] != checksum(rest):
+        raise ContractError("it does not match its checksum")
+    return rest
 
 
 def _parse(content: bytes) -> Any:

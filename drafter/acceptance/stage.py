@@ -56,7 +56,7 @@ def run(stage: Stage) -> dict:
     report["by_source"] = list(comparison.by_source(done, sources, config.target.think_end, config.run.seed))
     report["expected"] = expected_lengths(config)
     report["drafters"] = {label: folder and eagle3_folder.fingerprint(folder) for label, folder in drafters.items()}
-    files.write_json(stage.folder / run_files.ACCEPTANCE, report)
+    files.write_json(stage.folder / run_files.ACCEPTANCE, checked.sealed(report))
     for caveat in caveats(report):
         say("%s", caveat)
     say("%s", sentence(report["headline"]))
@@ -73,7 +73,7 @@ def dry_run(stage: Stage) -> dict:
         sets = prompt_sets.read_prompt_sets(config, stage.args.limit)
         units = list_units(config, find_drafters(config), sets)
         pending = sum(not is_measured(stage, unit) for unit in units) or int(
-            not (stage.folder / run_files.ACCEPTANCE).exists()
+            not checked.read_or_empty(stage.folder / run_files.ACCEPTANCE, run_files.Results)
         )
     except StageError as error:
         findings.append(str(error))
@@ -186,7 +186,7 @@ def measure_units(stage: Stage, drafters: dict[str, Path | None], sets: PromptSe
                 progress.close()
                 check_result(unit, decoded)
                 if decoded.replies:
-                    files.write_json(result_path(stage, unit), decoded.to_record())
+                    files.write_json(result_path(stage, unit), checked.sealed(decoded.to_record()))
             left -= time.monotonic() - ready
 
 

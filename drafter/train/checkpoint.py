@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from drafter.train import checkpoint_file
 WEIGHTS, CONFIG, OPTIMIZER, STATE = "drafter.safetensors", "config.json", "optimizer.safetensors", "state.json"
 FILES = (WEIGHTS, CONFIG, OPTIMIZER, STATE)
 REMEDY = "delete its step folder to resume from the step before it"
-CHECKSUM = "xxh3"  # key in state.json: checksum of the other keys
 NAME = re.compile(r"step-(\d{8})")
 
 
@@ -56,26 +54,16 @@ def save_step(
     wholes = iter(tensors_in_file_order(weights, moments)) if wholes is None else wholes
     with files.publish(path) as part:
         part.mkdir()
-        facts = {"folder": path.name, "config": _checksum(config)}
+        facts = {"folder": path.name, "config": checked.checksum(config)}
         for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, moments)):
             checkpoint_file.write_tensors(part / name, checkpoint_file.in_file_order(tensors), wholes, facts)
         (part / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        (part / STATE).write_text(json.dumps(_sealed(state), indent=1) + "\n")
+        (part / STATE).write_text(json.dumps(checked.sealed(state), indent=1) + "\n")
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
     """Replace the state of a step folder."""
-    files.write_json(path / STATE, _sealed(state))
-
-
-def _sealed(state: dict[str, Any]) -> dict[str, Any]:
-    return state | {CHECKSUM: _checksum(state)}
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    """XXH3 of canonical JSON, after a round trip through JSON that turns tuples into lists and keys into strings."""
-    again = json.loads(json.dumps(content))
-    return xxhash.xxh3_64(json.dumps(again, sort_keys=True).encode()).hexdigest()
+    files.write_json(path / STATE, checked.sealed(state))
 
 
 def complete_steps(folder: Path) -> list[Path]:
@@ -111,8 +99,6 @@ def read_state(path: Path, *needed: str) -> dict[str, Any]:
     """Raises ContractError when the state is broken or a key of `needed` is not a number."""
     check_complete(path)
     state = _read_json(path / STATE)
-    if CHECKSUM in state and state.pop(CHECKSUM) != _checksum(state):  # an earlier version wrote none
-        raise _broken(path / STATE, "it does not match its checksum")
     state.setdefault("validated", state.get("step"))  # an earlier version saved nothing unvalidated
     for key in ("expected_acceptance", "step", "validated", *needed):
         if key not in state:
@@ -185,6 +171,6 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         intact = facts.get("xxh3") == checkpoint_file.checksums(tensors)
     if facts and not (intact and facts.get("folder") == folder.name):
         raise _broken(path, "its tensors do not match their checksums, or belong to another step")
-    if facts.get("config", config := _checksum(_read_json(folder / CONFIG))) != config:
+    if facts.get("config", config := checked.checksum(_read_json(folder / CONFIG))) != config:
         raise _broken(folder / CONFIG, f"{name} was saved with another one")
     return {name: t.to(torch.float32) if t.is_floating_point() else t for name, t in tensors.items()}

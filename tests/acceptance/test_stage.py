@@ -225,6 +225,23 @@ def test_what_is_measured_is_not_measured_again(tmp_path, drafter):
     )
 
 
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", "edited"])
+def test_a_damaged_summary_is_written_again_from_the_results(tmp_path, drafter, content):
+    run = make_run(tmp_path, drafter, "servers.evaluate.kind=external")
+    for unit in units(run):
+        store(run, unit, fake_result())
+    acceptance.run(the_stage(run))
+    path = run.stage_dir("06_acceptance") / "acceptance.json"
+    written = path.read_bytes()
+    if content == "edited":
+        content = written.replace(b'"acceptance_length": 2.0', b'"acceptance_length": 3.0')
+        assert content != written
+    path.write_bytes(content)
+    assert acceptance.dry_run(the_stage(run))["pending"] == 1
+    acceptance.run(the_stage(run))
+    assert path.read_bytes() == written and acceptance.dry_run(the_stage(run))["pending"] == 0
+
+
 def test_what_the_budget_cut_short_is_pending_and_said(tmp_path, drafter):
     run = make_run(tmp_path, drafter, "servers.evaluate.kind=external", "acceptance.drafters=[warm_start, run]")
     first, second = units(run)
@@ -281,6 +298,20 @@ def test_a_broken_result_is_named(tmp_path, drafter):
     unit = units(run)[0]
     store(run, unit, {"replies": []})
     with pytest.raises(ContractError, match=f"{unit.key}.json is broken"):
+        acceptance.run(the_stage(run))
+
+
+def test_a_result_that_was_changed_is_named(tmp_path, drafter, monkeypatch):
+    run = make_run(tmp_path, drafter)
+    monkeypatch.setattr(acceptance.roles, "serving", lambda *_: contextlib.nullcontext())
+    measured = Decoded.from_record(fake_result())
+    monkeypatch.setattr(acceptance, "decode_prompts", lambda *_: measured)
+    acceptance.run(the_stage(run))
+    unit = units(run)[1]
+    path = acceptance.result_path(the_stage(run), unit)
+    assert acceptance.read_result(the_stage(run), unit) == measured
+    path.write_text(path.read_text().replace('"accepted": 30', '"accepted": 80'))
+    with pytest.raises(ContractError, match=f"{unit.key}.json is broken .*checksum.*; remove it to measure again"):
         acceptance.run(the_stage(run))
 
 
