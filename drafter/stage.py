@@ -275,7 +275,7 @@ def run_stage(
         if summary.get("pending", 0) and not summary.get("deadline"):
             code = 0 if args.dry_run else ResumableError.exit_code
     except StageError as error:
-        if stage is not None and args.dry_run and not stage.config.target.model.exists():
+        if stage is not None and stage.args.dry_run and not stage.config.target.model.exists():
             # A dry run cannot go on without the model. That is a finding, since the config may be right elsewhere.
             summary, code = {"stage": name, "dry_run": True, "pending": 1, "findings": [str(error)]}, 0
         else:
