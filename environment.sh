@@ -86,7 +86,7 @@ make_environment() {  # make_environment [LIST...]: .venv with the requirements 
     for list in $(missing_lists "${lists[@]}"); do
       if [[ ! -x .venv/bin/python ]]; then
         python=$(find_python) || return
-        echo "creating .venv with $python; the first installation takes a few minutes" >&2
+        echo "creating .venv with $python; the first installation takes a few minutes (2.6 GB on a CPU)" >&2
         "$python" -m venv .venv || return
       fi
       install_into .venv "$list" || return

@@ -38,6 +38,10 @@ if [[ -n $answer || $code != 0 ]]; then
   [[ -z $answer ]] || printf '%s\n' "$answer"
   exit "$code"
 fi
+if [[ -z ${PYTHON:-} && ! -e .venv/.installed && " $* " == *" status "* ]]; then
+  echo "run_pipeline.sh: status needs the packages, which are not installed in .venv yet; $PYTHON_HINT" >&2
+  exit 2
+fi
 make_environment
 cd -- "$caller"
 exec "$PYTHON" -P -m drafter.pipeline "$@" # -P: never import modules from the caller's folder

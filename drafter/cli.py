@@ -9,6 +9,13 @@ from typing import overload
 
 from drafter.errors import ConfigError
 
+EXAMPLES = """examples:
+  ./run_pipeline.sh                                    the small default model, all stages
+  ./run_pipeline.sh mine.yaml --dry-run                what would be done, and what is missing
+  ./run_pipeline.sh mine.yaml --limit 16               a short first run
+  ./run_pipeline.sh mine.yaml --set train.lr=3e-4      with another setting
+  ./run_pipeline.sh status mine.yaml                   how far it is, from another terminal
+"""
 NUMBERS = ("01b", "02", "04", "05", "06")  # of the stages
 
 
@@ -96,7 +103,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def parser() -> Parser:
-    result = Parser(prog="run_pipeline.sh", description="Run every stage in order, each with the server it needs.")
+    result = Parser(
+        prog="run_pipeline.sh",
+        description="Run every stage in order, each with the server it needs. With status: show how far the run is.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     result.add_argument("config", nargs="*", metavar="[status] [CONFIG]", help="default: SmolLM2 on this machine")
     result.add_argument(
         "--config",
@@ -128,7 +140,14 @@ def parser() -> Parser:
         "--probe", action="store_true", help="with --plan: first measure the rates that were never measured here"
     )
     result.add_argument("--done-by", metavar="HH:MM", help="with --plan: propose what is finished by then")
-    result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    result.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="change a setting of the config for this call",
+    )
     result.add_argument(
         "--json", action="store_true", help="end with a line of JSON also on a terminal, as in a pipe"
     )

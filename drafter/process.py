@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +168,15 @@ def run(line: list[str], timeout: float | None = None, **options: Any) -> subpro
 
 
 def run_all(
-    lines: list[list[str]], timeout: float | None = None, **options: Any
+    lines: list[list[str]],
+    timeout: float | None = None,
+    ended: Callable[[int], None] = lambda _: None,
+    **options: Any,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """`run` for several commands in parallel; if the call ends early, all of them are killed."""
+    """`run` for several commands in parallel; if the call ends early, all of them are killed.
+
+    `ended` is called with the position of each command in turn, as soon as it and those before it have ended.
+    """
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     text = {"encoding": "utf-8", "errors": "replace"}
     started: list[subprocess.Popen] = []
@@ -178,7 +184,10 @@ def run_all(
         for line in lines:
             with signals.held():
                 started.append(_start(line, start_new_session=True, **pipes, **text, **options))
-        outputs = [each.communicate(timeout=timeout) for each in started]
+        outputs = []
+        for position, each in enumerate(started):
+            outputs.append(each.communicate(timeout=timeout))
+            ended(position)
     except subprocess.TimeoutExpired as error:
         _kill(started)
         raise TimedOut(f"{shlex.join(map(str, error.cmd))} has not ended after {timeout:g} s") from None

@@ -194,7 +194,14 @@ def tool_parser(description: str, prog: str | None = None) -> Parser:
     """The arguments of every command."""
     result = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--config", metavar="FILE", help="default: the small model's, for a GPU where there is one")
-    result.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    result.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="change a setting of the config for this call",
+    )
     return result
 
 

@@ -74,3 +74,9 @@ def test_an_answer_is_found_before_what_a_program_writes_as_it_ends():
     assert process.last_object(said) == {"a": 1}
     assert process.last_object([line.encode() for line in said]) == {"a": 1}
     assert process.last_object([b"\xff", b"nothing"]) == {}
+
+
+def test_each_of_several_commands_is_reported_once_in_order_when_it_has_ended():
+    ended = []
+    done = process.run_all([["echo", "a"], ["false"], ["echo", "c"]], ended=ended.append)
+    assert ended == [0, 1, 2] and [each.returncode for each in done] == [0, 1, 0]

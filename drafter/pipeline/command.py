@@ -3,10 +3,11 @@
 import argparse
 import json
 import logging
+from collections.abc import Iterator
 from datetime import datetime
 
 from drafter import cli, errors, model_folder, signals
-from drafter.config import load
+from drafter.config import Config, load
 from drafter.config.default import default_config
 from drafter.errors import Interrupted
 from drafter.pipeline import deadline, plan, result, status, trial
@@ -36,9 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             print(plan.show(config, None, until and until.moment, cli.next_time(args.done_by, now)))
             return 0
         if args.dry_run:
-            from drafter.pipeline import dry_run  # needs torch
-
-            print("\n".join(dry_run.lines(config, pipeline.dry_runs(pipeline.steps))))
+            print("\n".join(_dry_run(config, pipeline)))
             return 0
         if config.target.model == model_folder.DEFAULT_MODEL:
             default_model.ensure()
@@ -60,3 +59,14 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps(pipeline.record.state | {"exit_code": code}), flush=True)
 
     return run_command("run_pipeline.sh", body, conclude)
+
+
+def _dry_run(config: Config, pipeline: Pipeline) -> Iterator[str]:
+    """The page of --dry-run; meanwhile the log says how far it is, since imports and checks take a while."""
+    steps = pipeline.steps
+    log.info("asking %d stages what is left to do", len(steps))
+    plans = pipeline.dry_runs(steps, ended=lambda at: log.info("%s has answered", steps[at].stage))
+    log.info("checking this machine, the engine and the model")
+    from drafter.pipeline import dry_run  # needs torch
+
+    return dry_run.lines(config, plans)

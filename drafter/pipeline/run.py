@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from drafter import cli, errors, process, run_files, run_locks, signals
 from drafter.config import ROOT, Config, Role, StageName
@@ -226,10 +226,15 @@ class Pipeline:
     def dry_run(self, step: Step, *flags: str) -> dict:
         return self.dry_runs((step,), *flags)[0]
 
-    def dry_runs(self, steps: tuple[Step, ...], *flags: str) -> list[dict]:
-        """The summaries of the steps' own --dry-run; in parallel, since most of their time is imports."""
+    def dry_runs(
+        self, steps: tuple[Step, ...], *flags: str, ended: Callable[[int], None] = lambda _: None
+    ) -> list[dict]:
+        """The summaries of the steps' own --dry-run; in parallel, since most of their time is imports.
+
+        `ended` is called with the position of each step whose dry run has ended.
+        """
         lines = [[*self._command(step), *flags, "--dry-run"] for step in steps]
-        answers = process.run_all(lines, env=os.environ | process.import_path() | process.parent_here())
+        answers = process.run_all(lines, ended=ended, env=os.environ | process.import_path() | process.parent_here())
         for step, done in zip(steps, answers, strict=True):
             if done.returncode:
                 message = done.stderr.strip().splitlines()[-1:] or ["no reason given"]

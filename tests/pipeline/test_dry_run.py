@@ -5,7 +5,8 @@ import json
 import pytest
 
 from drafter import config
-from drafter.pipeline import dry_run, preflight
+from drafter.pipeline import command, dry_run, preflight
+from drafter.pipeline.run import Pipeline
 from tests.conftest import CPU_CONFIG
 
 
@@ -130,3 +131,20 @@ def test_a_freed_stage_is_shown_as_to_be_made_again(monkeypatch, tmp_path):
     (tmp_path / "freed.jsonl").write_text(f'{{"freed": "{tmp_path}/smollm2_cpu/02_hidden_states", "bytes": 7}}\n')
     said = page(monkeypatch, tmp_path, {}, plans(_01b_synthetic={"pending": 0}, _02_hidden_states={"findings": []}))
     assert "  02_hidden_states  freed by drafter.disk clean, will be made again: 1 row to read back" in said
+
+
+def test_a_dry_run_says_at_once_what_it_does_and_names_each_stage_that_has_answered(monkeypatch, tmp_path, caplog):
+    said = plans()
+
+    def dry_runs(_pipeline, steps, ended):
+        assert caplog.messages == ["asking 5 stages what is left to do"]
+        for at in range(len(steps)):
+            ended(at)
+        return said
+
+    monkeypatch.setattr(Pipeline, "dry_runs", dry_runs)
+    monkeypatch.setattr(preflight, "findings", lambda *_: {})
+    with caplog.at_level("INFO", "drafter"):
+        assert command.main([str(CPU_CONFIG), "--dry-run", "--set", f"run.dir={tmp_path}"]) == 0
+    assert caplog.messages[1:6] == [f"{name} has answered" for name in config.STAGES]
+    assert caplog.messages[6] == "checking this machine, the engine and the model"

@@ -390,6 +390,8 @@ def test_a_wrong_interpreter_is_one_line(python, tmp_path):
     ("call", "code", "said"),
     [
         ("--help", 0, "usage: run_pipeline.sh"),
+        ("--help", 0, "./run_pipeline.sh status mine.yaml"),
+        ("status", 2, "status needs the packages"),
         ("--what", 2, "unrecognized arguments: --what"),
         ("--only 07", 2, "no stage 07"),
         ("stauts", 2, "did you mean status?"),
