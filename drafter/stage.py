@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
 from drafter import checked, contracts, files, locks, process, run_files, run_locks, signals, torchrun_env
 from drafter.cli import Parser, positive
@@ -330,6 +332,8 @@ def as_stage_error(error: Exception) -> StageError | None:
     """The error itself, or what a full disk, a forbidden or impossible path or a broken disk means; else None."""
     if isinstance(error, StageError):
         return error
+    if isinstance(error, SafetensorError) and (named := re.search(r"\(os error (\d+)\)", str(error))):
+        error = OSError(int(named[1]), os.strerror(int(named[1])))  # the library gives the system's error as text
     if not isinstance(error, OSError):
         return None
     number = error.errno

@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 import drafter
 from drafter import checked, config, run_files, stage
@@ -88,6 +91,22 @@ def test_an_error_of_the_machine_says_who_must_act(call, number, code, said):
 
     found, summary, err = call(body)
     assert (found, said in summary["error"], "Traceback" in err) == (code, True, False)
+
+
+def test_an_error_of_the_machine_inside_a_library_says_who_must_act(call, tmp_path):
+    """safetensors raises its own error when the disk is full."""
+
+    def body(this):
+        this.begin(KEYS)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            safetensors.numpy.save_file({"a": np.zeros(1 << 16)}, tmp_path / "model.safetensors")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    code, summary, err = call(body)
+    assert (code, "free some space" in summary["error"], "Traceback" in err) == (3, True, False)
 
 
 @pytest.mark.parametrize("arguments", [["--limit", "0"], ["--limit", "-1"], ["--limit", "x"], ["--unknown"]])
