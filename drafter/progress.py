@@ -53,6 +53,10 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix(facts, refresh=False)
             self._bar.update(count)
+        self.remind(**facts)
+
+    def remind(self, **facts: Any) -> None:
+        """Log and record the progress if `every` seconds have passed in silence, also when nothing was completed."""
         if time.monotonic() - self._spoke >= self.every:
             self._spoke = time.monotonic()
             self._record()

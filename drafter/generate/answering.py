@@ -17,6 +17,7 @@ from drafter.generate.server_load import ServerLoad
 from drafter.progress import RECORDS, Progress
 from drafter.serve.client import Client
 from drafter.stage import Stage, say
+from drafter.text import duration
 
 BUDGETED_REASONS = frozenset(
     {"failed", "bad_reply", "token_count_mismatch", "prompt_mismatch", "empty_completion", "request_refused",
@@ -87,6 +88,7 @@ class Generation:
         self._ended: set[int] = set()  # requests rejected because an earlier turn has no usable answer
         self._lengths: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # source -> tokens, rows
         self._continued: deque[tuple[int, list[str]]] = deque()
+        self._asked: dict[int, float] = {}  # request that is being answered -> since when
         self._pending = work.pending
         self._ready = self._in_order(work.done)
 
@@ -96,14 +98,14 @@ class Generation:
         if room := self.load.room(self.settings):
             say("%s", room)
         workers = [asyncio.create_task(self._worker()) for _ in range(self.settings.concurrency)]
-        looking = asyncio.create_task(self.load.keep_looking())
+        watching = [asyncio.create_task(each) for each in (self.load.keep_looking(), self._keep_reminding())]
         try:
             self._ends = await asyncio.gather(*workers)
             await self.load.look()
         finally:
-            for task in (*workers, looking):
+            for task in (*workers, *watching):
                 task.cancel()
-            await asyncio.gather(*workers, looking, return_exceptions=True)
+            await asyncio.gather(*workers, *watching, return_exceptions=True)
             self.store.close()
             self.rejected.close()
             self.progress.close()
@@ -162,6 +164,7 @@ class Generation:
         while (item := self._next()) is not None:
             index, history = item
             request = self.requests[index]
+            self._asked[index] = time.monotonic()
             try:
                 row = await self._row(request, history)
             except RowError as error:
@@ -169,8 +172,17 @@ class Generation:
                 self._end_conversation(self.requests.ids[index])
             else:
                 self._keep(index, row, history)
+            del self._asked[index]
             self.progress.advance(**self._status())
         return time.monotonic()
+
+    async def _keep_reminding(self) -> None:
+        """Show that requests are being answered while none ends."""
+        while True:
+            await asyncio.sleep(max(self.progress.every / 6, 0.1))
+            if self._asked:
+                longest = time.monotonic() - min(self._asked.values())
+                self.progress.remind(**self._status(), longest_so_far=duration(longest))
 
     async def _row(self, request: Request, history: list[str]) -> Row:
         row = await self._made(request, history)

@@ -4,6 +4,7 @@ import errno
 import functools
 import importlib.util
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import urllib.request
@@ -884,6 +886,27 @@ def test_progress_shows_rate_load_and_failures(lab, monkeypatch, caplog):
         r"20/20 rows, [\d.]+ rows/s, ETA 0.0 min, tok/s \d+, in flight \d, failed {'request_refused': 1}", lines[-1]
     )
     assert "truncated_share" in caplog.text  # the table by source
+
+
+def test_while_no_request_ends_the_log_says_how_many_are_in_flight_and_for_how_long(lab, monkeypatch, caplog):
+    monkeypatch.setattr(answering, "Progress", functools.partial(progress.Progress, every=0.01))
+    said = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if re.match(r"0/10 rows.* in flight [1-8].* longest so far [\d.]+ s$", record.getMessage()):
+                said.set()
+
+    # A question of a source is answered only after the reminder.
+    lab.server.script = lambda call: said.wait(30) and None if call.question.startswith("q ") else None
+    lab.add_source(questions(12))
+    logging.getLogger("drafter").addHandler(listener := Listener())
+    try:
+        with caplog.at_level("INFO", logger="drafter"):
+            assert lab.run() == 0
+    finally:
+        logging.getLogger("drafter").removeHandler(listener)
+    assert said.is_set()
 
 
 @pytest.fixture
