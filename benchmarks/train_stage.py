@@ -24,7 +24,7 @@ from benchmarks import train as bench
 from drafter import config, contracts
 from drafter.extract import state_file, states
 from drafter.target import head
-from drafter.train import checkpoint, draft_model, examples, random_init
+from drafter.train import checkpoint, draft_model, examples, new_drafter
 
 VALIDATION_SHARE = 0.1
 SMOLLM2 = bench.Shape(576, 1536, 9, 3, 64, 49152, 32000, pack=4096, row=300)
@@ -178,7 +178,7 @@ def make_library_run(folder: Path, ours: list[str]) -> tuple[list[str], int]:
     rows = Dataset.from_dict(columns)
     rows.set_format("torch")
     rows.save_to_disk(str(dataset))
-    kept = random_init.draft_vocabulary(examples.token_counts(training, captured, vocab), draft_vocab).numpy()
+    kept = new_drafter.draft_vocabulary(examples.token_counts(training, captured, vocab), draft_vocab).numpy()
     marked = np.zeros(vocab, dtype=bool)
     marked[kept] = True
     np.save(dataset / f"d2t-{draft_vocab}.npy", kept - np.arange(draft_vocab))

@@ -21,7 +21,7 @@ from drafter.pipeline.report import page as report
 from drafter.serve import smoke_record
 from drafter.serve.decoding import Decoded
 from drafter.target import eagle3_folder
-from drafter.train import checkpoint, examples, random_init
+from drafter.train import checkpoint, examples, new_drafter
 from tests import test_run_files, tiny_models
 from tests.captured import row_id
 from tests.conftest import CPU_CONFIG
@@ -173,7 +173,7 @@ FORMATS = {
         lambda lab, path: (
             model_folder.read_architecture.cache_clear(),
             lab.config.check_against_model(),
-            random_init.first_config(lab.config.target, None, None),
+            new_drafter.first_config(lab.config.target, None, None),
         ),
     ),
     "drafter": (

@@ -10,7 +10,7 @@ from drafter import cli, errors, model_folder, signals
 from drafter.config import Config, load
 from drafter.config.default import default_config
 from drafter.errors import Interrupted
-from drafter.pipeline import deadline, plan, result, status, trial
+from drafter.pipeline import deadline, plan, rate_probe, result, status
 from drafter.pipeline.run import Pipeline, chosen
 from drafter.stage import run_command, wants_json
 from drafter.target import default_model
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         pipeline.redo = args.redo
         if args.plan:
             if args.probe and plan.guesses(config):
-                trial.measure(config)
+                rate_probe.measure(config)
             print(plan.show(config, None, until and until.moment, cli.next_time(args.done_by, now)))
             return 0
         if args.dry_run:

@@ -15,7 +15,7 @@ from drafter.cli import next_time
 from drafter.config import Config, Source
 from drafter.errors import ConfigError
 from drafter.generate import sources
-from drafter.pipeline import kv_room, resolution
+from drafter.pipeline import kv_room, smallest_difference
 from drafter.pipeline.deadline import resolve
 from drafter.pipeline.estimates import (
     SMOKE_TEST,
@@ -209,7 +209,7 @@ def _counted_with(config: Config, platform: Profile, known: Rates, count: Sizes,
         f"  evaluate: {known.evaluate.typical:,.2f} prompts/s ({known.evaluate.low:,.2f} to "
         f"{known.evaluate.high:,.2f}), {known.sources['evaluate']}"
     )
-    lines.append(resolution.line(config, sum(prompt_counts(config))))
+    lines.append(smallest_difference.line(config, sum(prompt_counts(config))))
     lines.append(f"  an answer: {known.answer_tokens.typical:,.0f} tokens, {known.sources['answer_tokens']}")
     lines.append(f"  a row: {known.row_tokens.typical:,.0f} tokens, {known.sources['row_tokens']}")
     lines.append(f"  a token: {count.state_bytes_per_token:,} bytes of hidden states ({config.extract.dtype})")

@@ -15,7 +15,7 @@ from drafter.acceptance.comparison import NONE, RUN, WARM_START
 from drafter.config import ROOT, STAGES, Config, Role, StageName, Target
 from drafter.errors import ConfigError, StageError
 from drafter.generate import chat
-from drafter.pipeline import active_servers, engine_check, estimates, plan, rates, sharing, unit_layers
+from drafter.pipeline import active_servers, engine_check, estimates, extract_unit, folder_permissions, plan, rates
 from drafter.serve import address, readiness, roles, smoke_record, systemd, unit_check
 from drafter.target import eagle3_folder, head
 from drafter.text import size
@@ -254,7 +254,7 @@ def units(config: Config) -> Iterator[str]:
 
 
 def folders(config: Config) -> Iterator[str]:
-    if absent := sharing.missing_folder(config.run.dir):
+    if absent := folder_permissions.missing_folder(config.run.dir):
         yield f"run.dir: {absent} does not exist; create it, or mount its file system"
         return
     folder = config.run_dir
@@ -278,7 +278,7 @@ def space(config: Config) -> Iterator[str]:
     platform = rates.profile(rates.default_profile(config))
     known = rates.measured_or(config, platform)
     asked = estimates.conversations_asked(config)
-    if asked is None or sharing.missing_folder(config.run.dir):
+    if asked is None or folder_permissions.missing_folder(config.run.dir):
         return
     parts = estimates.estimate(config, known, estimates.sizes(config, platform), asked)
     free, needed = plan.disk_left(config), estimates.total_bytes(parts)
@@ -331,9 +331,9 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (SERVED, units),
     (SERVED, active_servers.findings),
     (SERVED, unit_check.findings),
-    (("02_hidden_states",), unit_layers.environment),
-    (("02_hidden_states",), sharing.shared_folder),
-    (("02_hidden_states",), unit_layers.findings),
+    (("02_hidden_states",), extract_unit.environment),
+    (("02_hidden_states",), folder_permissions.shared_folder),
+    (("02_hidden_states",), extract_unit.findings),
     ((*SERVED, "04_train"), ports),
     ((*SERVED, "04_train"), servers),
     (("02_hidden_states",), memory),

@@ -18,7 +18,7 @@ from drafter import files, run_files
 from drafter.contracts import Counts, IndexEntry, cut
 from drafter.errors import ContractError, RowError
 from drafter.extract import states
-from drafter.train import row_file
+from drafter.train import state_reader
 from drafter.train.attention import Documents
 from drafter.train.batch import ANSWER, REASONING, Pack
 
@@ -173,7 +173,7 @@ def token_counts(rows: list[Example], folder: Path, vocab_size: int) -> Tensor:
     """How often each token id is guessed at step 0: [V] int64. Raises ContractError on an id beyond V."""
 
     def guessed(row: Example) -> np.ndarray:
-        ids = row_file.token_ids(row_file.read_header(folder, row.entry), row.entry, vocab_size)
+        ids = state_reader.token_ids(state_reader.read_header(folder, row.entry), row.entry, vocab_size)
         return np.concatenate([ids[start + 1 : end] for start, end in row.supervised])
 
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -210,8 +210,8 @@ class Reader:
     def read(self, rows: list[Example], counts: bool = True) -> Pack:
         """Raises ContractError when a file differs from the index. Verifies a row's checksum on its first read."""
         for row in rows:
-            row_file.prefetch(self.folder / row.entry.path)
-        headers = [row_file.read_header(self.folder, row.entry) for row in rows]
+            state_reader.prefetch(self.folder / row.entry.path)
+        headers = [state_reader.read_header(self.folder, row.entry) for row in rows]
         for row, header in zip(rows, headers, strict=True):
             self._check(row, header, cast(states.Dtype, headers[0].metadata.get("dtype")))
         total = sum(row.slots for row in rows)
@@ -224,7 +224,7 @@ class Reader:
         for row, header in zip(rows, headers, strict=True):
             parts = {name: buffer[start : start + row.slots] for name, buffer in buffers.items()}
             unseen = row.entry.row_id not in self._verified
-            row_file.read_into(self.folder / row.entry.path, header, parts, verify=unseen)
+            state_reader.read_into(self.folder / row.entry.path, header, parts, verify=unseen)
             self._verified.add(row.entry.row_id)
             start += row.slots
         layout = self._layout(rows, headers, counts)
@@ -238,12 +238,12 @@ class Reader:
 
     def _check(self, row: Example, header: states.Header, dtype: states.Dtype) -> None:
         """Check a file against its row; all files of a pack have the same `dtype`. Raises ContractError."""
-        ids = row_file.token_ids(header, row.entry, self.vocab_size, self.think_end)
+        ids = state_reader.token_ids(header, row.entry, self.vocab_size, self.think_end)
         try:
             shape = self.layer_ids, self.hidden_size, dtype
             states.check_header(header, row.entry.row_id, ids, *shape, target=self.target)
         except RowError as error:
-            raise ContractError(f"{row.entry.path}: {error.detail}; {row_file.REMEDY}") from None
+            raise ContractError(f"{row.entry.path}: {error.detail}; {state_reader.REMEDY}") from None
 
     def _layout(self, rows: list[Example], headers: list[states.Header], counts: bool) -> dict:
         """A pack's fields except the states."""

@@ -17,7 +17,15 @@ from drafter.progress import Progress
 from drafter.stage import Stage, say
 from drafter.target import eagle3_folder
 from drafter.target.head import Verifier, read_last_layer, read_verifier
-from drafter.train import checkpoint, distributed, draft_model, examples, first_look, layer_convention, random_init
+from drafter.train import (
+    checkpoint,
+    distributed,
+    draft_model,
+    examples,
+    layer_convention,
+    new_drafter,
+    warm_start_check,
+)
 from drafter.train.dataset import Dataset, make_reader
 from drafter.train.metrics import Metrics, region_figures, step_figures
 from drafter.train.optimizer import Optimizer, learning_rate
@@ -98,7 +106,7 @@ class Training:
         counts = examples.token_counts(self.dataset.train, self.dataset.folder, config.target.architecture.vocab_size)
         kept = self.model.t2d.cpu() if self.model.t2d is not None else torch.ones_like(counts, dtype=torch.bool)
         judged = not config.run.rehearsal  # what a part of the target writes says nothing about a drafter
-        self.outside = first_look.share_outside_vocabulary(kept, counts, judged)
+        self.outside = warm_start_check.share_outside_vocabulary(kept, counts, judged)
         if train.warm_start and not done and judged:
             self.ranks.on_main(lambda: self._check_warm_start(verifier))
         draft_model.freeze_all_but(self.model, train.trainable)
@@ -130,7 +138,7 @@ class Training:
     def _check_warm_start(self, verifier: Verifier) -> None:
         rows = self.dataset.train + self.dataset.validation
         self.stage.facts["layer_losses"] = layer_convention.losses_by_layer_ids(self.model, self.config, rows)
-        self.stage.facts |= first_look.check_warm_start(self.model, verifier, self.config, self.dataset)
+        self.stage.facts |= warm_start_check.check_warm_start(self.model, verifier, self.config, self.dataset)
 
     def _resume(self, state: dict[str, Any]) -> None:
         self.position = Position(**{key: state[key] for key in asdict(self.position)})
@@ -366,13 +374,13 @@ def first_draft(config: Config, verifier: Verifier, dataset: Dataset) -> tuple[e
     """Weights and native config before the first step: the warm start's, or new ones."""
     train, vocab_size = config.train, config.target.architecture.vocab_size
     if train.warm_start is None:
-        settings = random_init.first_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)
+        settings = new_drafter.first_config(config.target, train.draft_vocab_size, train.draft_intermediate_size)
         vocabulary = None
         if settings["draft_vocab_size"] != vocab_size:
             counts = examples.token_counts(dataset.train, dataset.folder, vocab_size)
-            vocabulary = random_init.draft_vocabulary(counts, settings["draft_vocab_size"])
+            vocabulary = new_drafter.draft_vocabulary(counts, settings["draft_vocab_size"])
         layer = read_last_layer(config.target.model)
-        return random_init.first_weights(settings, verifier, vocabulary, config.run.seed, layer), settings
+        return new_drafter.first_weights(settings, verifier, vocabulary, config.run.seed, layer), settings
     return eagle3_folder.check_folder(train.warm_start, config.target), eagle3_folder.read_config(train.warm_start)
 
 

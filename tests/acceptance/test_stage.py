@@ -21,7 +21,7 @@ from drafter.serve import smoke_record
 from drafter.serve.decoding import Counters, Decoded, Reply
 from drafter.target import eagle3_folder
 from drafter.target.head import read_verifier
-from drafter.train import random_init
+from drafter.train import new_drafter
 from tests.conftest import CPU_CONFIG, free_port
 from tests.tiny_models import make_drafter
 
@@ -37,8 +37,8 @@ def one_word_drafter(model: Path, folder: Path, token: int) -> Path:
     """A drafter for SmolLM2 that always says `token`: its state is zero, so the first of its vocabulary wins."""
     target = config.load(CPU_CONFIG).target
     vocabulary = torch.arange(token, token + WIDTH)
-    settings = random_init.first_config(target, WIDTH, WIDTH)
-    weights = random_init.first_weights(settings, read_verifier(model), vocabulary, seed=0)
+    settings = new_drafter.first_config(target, WIDTH, WIDTH)
+    weights = new_drafter.first_weights(settings, read_verifier(model), vocabulary, seed=0)
     for silent in ("fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
         weights[silent].zero_()
     export.write_drafter(folder, weights, settings, target)

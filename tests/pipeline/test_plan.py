@@ -11,7 +11,7 @@ import pytest
 
 from drafter import config, disk, locks
 from drafter.errors import ConfigError
-from drafter.pipeline import command, disk_rate, kv_room, plan, rates, resolution, trial
+from drafter.pipeline import command, disk_rate, kv_room, plan, rate_probe, rates, smallest_difference
 from drafter.pipeline import run as pipeline
 from drafter.serve import boot_times
 from tests.conftest import CPU_CONFIG
@@ -141,14 +141,14 @@ def test_a_probe_keeps_what_it_takes_from_another_run(tmp_path, model, monkeypat
         return 0
 
     monkeypatch.setattr(pipeline.Pipeline, "run", run)
-    trial.measure(config.load(CPU_CONFIG, overrides))
+    rate_probe.measure(config.load(CPU_CONFIG, overrides))
     assert len(list(other.iterdir())) == 3
 
 
 def test_a_probe_never_takes_the_machine_from_its_own_run(tmp_path, model):
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
     with locks.locked(run.run_dir), pytest.raises(ConfigError, match="another process is working"):
-        trial.measure(run)
+        rate_probe.measure(run)
 
 
 def test_the_page_shows_every_count_the_finish_and_what_does_not_fit(kimi, monkeypatch):
@@ -497,7 +497,9 @@ def test_the_starts_of_earlier_servers_are_planned_with(tmp_path, model):
 
 def test_the_difference_that_06_can_show_follows_from_the_intervals_of_an_earlier_one(tmp_path, model):
     run = config.load(CPU_CONFIG, [f"run.dir={tmp_path}"])
-    assert resolution.smallest_difference(run, 8) is None and "is unknown until" in plan.show(run, None, None, None)
+    assert smallest_difference.smallest_difference(run, 8) is None and "is unknown until" in plan.show(
+        run, None, None, None
+    )
     (folder := tmp_path / "earlier/06_acceptance").mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"status": "complete", "seconds": 33, "facts": {}}))
     (folder / "config.yaml").write_text(run.dump())
@@ -508,6 +510,6 @@ def test_the_difference_that_06_can_show_follows_from_the_intervals_of_an_earlie
     parts = [{"part": "answer", "low": 0, "high": 9, "prompts": 3}, compared]
     report = {"headline": dict.fromkeys(names, "x") | dict.fromkeys(figures, 1.0), "comparisons": parts}
     (folder / "acceptance.json").write_text(json.dumps(report | {"measurements": []}))
-    found, earlier = resolution.smallest_difference(run, 200)
+    found, earlier = smallest_difference.smallest_difference(run, 200)
     assert (found, earlier) == (pytest.approx(0.15 / 2), "earlier"), "four times the prompts, half the width"
     assert "prompts show differences in acceptance length from" in plan.show(run, None, None, None)

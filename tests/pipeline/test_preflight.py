@@ -17,7 +17,7 @@ import pytest
 
 from drafter import config
 from drafter.errors import ConfigError
-from drafter.pipeline import engine_check, preflight, sharing, unit_layers
+from drafter.pipeline import engine_check, extract_unit, folder_permissions, preflight
 from drafter.serve import smoke_record, systemd, unit_file
 from tests.conftest import CPU_CONFIG, free_port
 from tests.serve.test_roles import SCRIPTS, machine  # noqa: F401 - a fixture
@@ -394,7 +394,9 @@ def test_a_finding_says_whether_this_user_may_rename_and_delete_the_servers_file
         os.chmod(place, 0o755)
         said = as_user(
             ME, ME, groups, umask,
-            lambda: "; ".join(sharing.permissions(states, "u", {"User": WRITER, "UMask": f"{unit_umask:04o}"})),
+            lambda: "; ".join(
+                folder_permissions.permissions(states, "u", {"User": WRITER, "UMask": f"{unit_umask:04o}"})
+            ),
         )  # fmt: skip
 
         def publish():
@@ -429,7 +431,7 @@ def test_a_new_folders_mode_and_group_are_foreseen_without_making_one(tmp_path, 
             pytest.skip("this file system has no ACLs")
     before = os.umask(umask)
     try:
-        foreseen = sharing._would_make(above)
+        foreseen = folder_permissions._would_make(above)
         assert list(above.iterdir()) == []
         (above / "new").mkdir()
     finally:
@@ -488,19 +490,19 @@ def test_a_unit_that_captures_too_few_layers_is_found_before_it_is_started(monke
         target=SimpleNamespace(layer_ids=(2, 30, 58, 61), aux_layer_ids=(2, 30, 58)),
         extract=SimpleNamespace(neighbour_ids=False),
     )
-    assert list(unit_layers.findings(kimi)) == []  # no such file is known of
+    assert list(extract_unit.findings(kimi)) == []  # no such file is known of
     shutil.copy(config.ROOT / "configs/systemd/vllm-kimi-k25-extract.service", etc)
-    assert list(unit_layers.findings(kimi)) == []
+    assert list(extract_unit.findings(kimi)) == []
     kimi.extract.neighbour_ids = True
-    [finding] = unit_layers.findings(kimi)
+    [finding] = extract_unit.findings(kimi)
     assert "captures layers [2, 30, 58, 61], not [3, 31, 59]" in finding and "[2, 3, 30, 31, 58, 59, 61]" in finding
     drop_in = etc / "vllm-kimi-k25-extract.service.d/layers.conf"
     drop_in.parent.mkdir()
     drop_in.write_text("ExecStart=x '{\"eagle_aux_hidden_state_layer_ids\": [2, 3, 30, 31, \\\n 58, 59, 61]}'\n")
-    assert list(unit_layers.findings(kimi)) == []
+    assert list(extract_unit.findings(kimi)) == []
     drop_in.unlink()
     kimi.servers.extract.kind = "command"
-    assert list(unit_layers.findings(kimi)) == []
+    assert list(extract_unit.findings(kimi)) == []
 
 
 def test_expandable_segments_beside_the_connector_are_found_in_the_units_environment_file(tmp_path, monkeypatch):
@@ -509,7 +511,7 @@ def test_expandable_segments_beside_the_connector_are_found_in_the_units_environ
     unit = tmp_path / "vllm-kimi-k25-extract.service"
     unit.write_text(f"[Service]\nEnvironmentFile=-{tmp_path}/kimi.env\nExecStart=/usr/bin/python3 -m x\n")
     kimi = config.load(config.ROOT / "configs/kimi_k25.yaml")
-    [finding] = unit_layers.environment(kimi)
+    [finding] = extract_unit.environment(kimi)
     assert "vllm-kimi-k25-extract or its EnvironmentFile sets PYTORCH_CUDA_ALLOC_CONF=expandable_segm" in finding
     (tmp_path / "kimi.env").write_text("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False\n")
-    assert list(unit_layers.environment(kimi)) == []
+    assert list(extract_unit.environment(kimi)) == []

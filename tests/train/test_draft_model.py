@@ -12,7 +12,7 @@ from drafter.errors import ConfigError, ContractError
 from drafter.extract.states import read_states
 from drafter.target import eagle3_folder
 from drafter.target.head import Verifier, read_last_layer, read_verifier
-from drafter.train import attention, draft_model, examples, losses, random_init
+from drafter.train import attention, draft_model, examples, losses, new_drafter
 from drafter.train.attention import Documents
 from tests import captured, tiny_models
 
@@ -427,32 +427,32 @@ def test_what_trains_is_explicit(drafter):
 def test_the_draft_vocabulary_is_the_most_frequent_tokens():
     """T11"""
     counts = torch.tensor([0, 5, 0, 9, 5, 0])
-    assert random_init.draft_vocabulary(counts, 2).tolist() == [1, 3]
-    assert random_init.draft_vocabulary(counts, 5).tolist() == [0, 1, 2, 3, 4]  # unseen low ids fill up
+    assert new_drafter.draft_vocabulary(counts, 2).tolist() == [1, 3]
+    assert new_drafter.draft_vocabulary(counts, 5).tolist() == [0, 1, 2, 3, 4]  # unseen low ids fill up
     with pytest.raises(ConfigError, match="7 is more than the target's 6"):
-        random_init.draft_vocabulary(counts, 7)
+        new_drafter.draft_vocabulary(counts, 7)
 
 
 @pytest.mark.parametrize("size", [None, 100])
 def test_from_scratch_is_a_native_drafter(target, verifier, size):
-    settings = random_init.first_config(target, size, 64)
-    vocabulary = random_init.draft_vocabulary(torch.arange(captured.VOCAB), size) if size else None
-    weights = random_init.first_weights(settings, verifier, vocabulary, seed=0)
+    settings = new_drafter.first_config(target, size, 64)
+    vocabulary = new_drafter.draft_vocabulary(torch.arange(captured.VOCAB), size) if size else None
+    weights = new_drafter.first_weights(settings, verifier, vocabulary, seed=0)
     eagle3_folder.check_config(settings, target)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     assert shapes == {name: shape for name, (shape, _) in eagle3_folder.layout_of(settings).items()}
     if size:
         eagle3_folder.check_vocabulary_map(weights["d2t"], weights["t2d"])
-    again = random_init.first_weights(settings, verifier, vocabulary, seed=0)
+    again = new_drafter.first_weights(settings, verifier, vocabulary, seed=0)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def test_what_trains_is_never_the_teachers_own(target, verifier):
     """Of a target in fp32 a master would be the very tensor that the teacher reads, and training would move both."""
     single = Verifier(verifier.embed.float(), verifier.norm.float(), verifier.head.float(), verifier.eps)
-    settings = random_init.first_config(target, None, 64)
+    settings = new_drafter.first_config(target, None, 64)
     model = draft_model.build_drafter(
-        random_init.first_weights(settings, single, None, seed=0), settings, single, target
+        new_drafter.first_weights(settings, single, None, seed=0), settings, single, target
     )
     model.prepare(single, torch.float32, STEPS)
     trained = {parameter.data_ptr() for parameter in draft_model.freeze_all_but(model, GROUPS).values()}
@@ -460,8 +460,8 @@ def test_what_trains_is_never_the_teachers_own(target, verifier):
 
 
 def test_from_scratch_begins_as_the_targets_last_layer(target, verifier):
-    settings = random_init.first_config(target, None, 64)
-    plain = random_init.first_weights(settings, verifier, None, seed=0)
+    settings = new_drafter.first_config(target, None, 64)
+    plain = new_drafter.first_weights(settings, verifier, None, seed=0)
     layer = {
         name.removeprefix("midlayer.").replace("hidden_norm", "input_layernorm"): torch.randn(tensor.shape)
         for name, tensor in plain.items()
@@ -471,14 +471,14 @@ def test_from_scratch_begins_as_the_targets_last_layer(target, verifier):
     layer |= {
         n: t[:, hidden:] for n, t in layer.items() if n[-13:] in ("q_proj.weight", "k_proj.weight", "v_proj.weight")
     }
-    made = random_init.first_weights(settings, verifier, None, 0, layer)
+    made = new_drafter.first_weights(settings, verifier, None, 0, layer)
     assert torch.equal(made["midlayer.mlp.up_proj.weight"], layer["mlp.up_proj.weight"])
     assert torch.equal(made["midlayer.hidden_norm.weight"], layer["input_layernorm.weight"])
     query = made["midlayer.self_attn.q_proj.weight"]
     assert torch.equal(query[:, hidden:], layer["self_attn.q_proj.weight"])
     assert torch.equal(query[:, :hidden], plain["midlayer.self_attn.q_proj.weight"][:, :hidden])
     del layer["mlp.gate_proj.weight"]  # experts, say
-    made = random_init.first_weights(settings, verifier, None, 0, layer)
+    made = new_drafter.first_weights(settings, verifier, None, 0, layer)
     assert all(torch.equal(made[name], plain[name]) for name in plain)
 
 

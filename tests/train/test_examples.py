@@ -19,7 +19,7 @@ from drafter.extract import state_file, states
 from drafter.generate import replay
 from drafter.generate.prompts import Request
 from drafter.generate.rows import read_reply
-from drafter.train import examples, row_file
+from drafter.train import examples, state_reader
 from drafter.train.batch import ANSWER, REASONING
 from tests import captured, tiny_models
 
@@ -228,7 +228,7 @@ def test_a_think_end_that_is_not_at_its_token_is_refused(stage):
     """Seam F10: it split reasoning from answer one token off, from the index on."""
     folder, rows = stage
     row = min(rows, key=lambda row: row.entry.tokens)
-    token = int(row_file.read_header(folder, row.entry).token_ids[row.entry.think_end])
+    token = int(state_reader.read_header(folder, row.entry).token_ids[row.entry.think_end])
     assert reader(folder, think_end=token).read([row]).region.tolist() == reader(folder).read([row]).region.tolist()
     with pytest.raises(ContractError, match=f"token {token} at think_end 7, not {token + 1}"):
         reader(folder, think_end=token + 1).read([row])
@@ -459,8 +459,10 @@ def test_a_row_is_verified_when_it_is_first_read_and_only_then(tmp_path, dtype, 
     """Seam F1: the first epoch pays for the checksum of every byte, the others for none."""
     made = [captured.write_row(tmp_path, i, 20, [[4, 12]], dtype=dtype) for i in range(3)]
     rows = examples.learnable_rows(made, 64, 3, contracts.Counts(total=3))
-    summed, crc32 = [], row_file.zlib.crc32
-    monkeypatch.setattr(row_file.zlib, "crc32", lambda part, *seed: summed.append(len(part)) or crc32(part, *seed))
+    summed, crc32 = [], state_reader.zlib.crc32
+    monkeypatch.setattr(
+        state_reader.zlib, "crc32", lambda part, *seed: summed.append(len(part)) or crc32(part, *seed)
+    )
     one = reader(tmp_path)
     first = one.read(rows)
     assert sum(summed) == sum((tmp_path / row.path).stat().st_size for row in made)

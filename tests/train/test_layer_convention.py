@@ -11,7 +11,7 @@ from drafter.errors import ConfigError
 from drafter.extract import state_file, states
 from drafter.target import eagle3_folder
 from drafter.target.head import read_verifier
-from drafter.train import draft_model, examples, layer_convention, random_init
+from drafter.train import draft_model, examples, layer_convention, new_drafter
 from tests import captured, tiny_models
 
 BOTH = (2, 3, 4, 5, 6, 8)  # layers 2, 4 and 5 with their upper neighbours, and the last
@@ -30,10 +30,10 @@ def run(target, tmp_path):
 @pytest.fixture
 def drafter(run):
     """Says what the target's head says of its last auxiliary layer: right where that knows the next state."""
-    settings = random_init.first_config(run.target, None, 64)
+    settings = new_drafter.first_config(run.target, None, 64)
     verifier = read_verifier(run.target.model)
     model = draft_model.build_drafter(
-        random_init.first_weights(settings, verifier, None, 0), settings, verifier, run.target
+        new_drafter.first_weights(settings, verifier, None, 0), settings, verifier, run.target
     )
     model.prepare(verifier, torch.float32, 3)
     return model

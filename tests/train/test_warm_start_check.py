@@ -16,7 +16,7 @@ from drafter.extract import state_file, states
 from drafter.serve import smoke_record
 from drafter.serve.decoding import Counters, Decoded, Reply
 from drafter.target.head import read_verifier
-from drafter.train import examples, first_look, random_init
+from drafter.train import examples, new_drafter, warm_start_check
 from tests import captured, tiny_models
 
 ROWS, TOKENS = 60, 24
@@ -42,9 +42,9 @@ def drafter(target, tmp_path_factory):
     """Says what the target's head says of its last auxiliary layer; drafts half of the vocabulary."""
     folder = tmp_path_factory.mktemp("right")
     run = config.load(captured.write_config(folder, target))
-    settings = random_init.first_config(run.target, captured.VOCAB // 2, 64)
+    settings = new_drafter.first_config(run.target, captured.VOCAB // 2, 64)
     vocabulary = torch.arange(0, captured.VOCAB, 2)
-    weights = random_init.first_weights(settings, read_verifier(target), vocabulary, 0)
+    weights = new_drafter.first_weights(settings, read_verifier(target), vocabulary, 0)
     export.write_drafter(folder / "drafter", weights, settings, run.target)
     return folder / "drafter"
 
@@ -172,21 +172,21 @@ def test_at_its_bound_a_warm_start_is_refused_less_than_once_in_a_million(target
     conversations, steps, excess = 24, 200, []
     for _ in range(4000):
         ability = rng.beta(8, 12, conversations) * 1.5
-        hits = rng.binomial(steps, np.clip(ability * first_look.OTHER_PROMPTS, 0, 1))[:, None]
-        guessed = first_look._length(hits, np.full((conversations, 1), steps))
+        hits = rng.binomial(steps, np.clip(ability * warm_start_check.OTHER_PROMPTS, 0, 1))[:, None]
+        guessed = warm_start_check._length(hits, np.full((conversations, 1), steps))
         taken = rng.binomial(steps, np.clip(rng.beta(8, 12, conversations) * 1.5, 0, 1))[:, None]
-        reached = first_look._length(taken, np.full((conversations, 1), steps))
-        first_look._check_served(guessed, reached, conversations, run)  # never raises
-        error = np.hypot(guessed[1], first_look.OTHER_PROMPTS * reached[1])
-        excess.append((first_look.OTHER_PROMPTS * (reached[0] - 1) - (guessed[0] - 1)) / error)
+        reached = warm_start_check._length(taken, np.full((conversations, 1), steps))
+        warm_start_check._check_served(guessed, reached, conversations, run)  # never raises
+        error = np.hypot(guessed[1], warm_start_check.OTHER_PROMPTS * reached[1])
+        excess.append((warm_start_check.OTHER_PROMPTS * (reached[0] - 1) - (guessed[0] - 1)) / error)
     assert np.std(excess) == pytest.approx(1.05, abs=0.1), "the error is as large as the spread that is seen"
     with pytest.raises(ConfigError, match="length 2.50"):
-        first_look._check_served((1.02, 0.01), (2.5, 0.05), conversations, run)
+        warm_start_check._check_served((1.02, 0.01), (2.5, 0.05), conversations, run)
 
 
 def test_a_right_drafter_fails_on_half_of_its_conversations_less_than_once_in_a_million():
     """Seam F8, F2: the bound that MIN_CONVERSATIONS is derived from."""
-    for n in range(first_look.MIN_CONVERSATIONS, 2 * first_look.CONVERSATIONS):
+    for n in range(warm_start_check.MIN_CONVERSATIONS, 2 * warm_start_check.CONVERSATIONS):
         assert sum(comb(n, k) * 0.9**k * 0.1 ** (n - k) for k in range(n // 2 + 1)) < 1e-6
 
 
@@ -212,7 +212,7 @@ def test_layers_are_reordered_alike_in_both_forms_of_the_states(tmp_path, order)
         rows = examples.learnable_rows([entry], 64, 3, contracts.Counts(total=1))
         reader = examples.Reader(tmp_path / dtype, *captured.FORM, 3, think_end=None, pin=False)
         packs.append(reader.read(rows))
-    plain, compact = (first_look._reordered(pack, order) for pack in packs)
+    plain, compact = (warm_start_check._reordered(pack, order) for pack in packs)
     wanted = packs[0].states[:, list(order)].flatten(1).float()
     assert torch.equal(plain.drafter_input(torch.float32), wanted)
     torch.testing.assert_close(compact.drafter_input(torch.float32), wanted, rtol=0.07, atol=0.05)
