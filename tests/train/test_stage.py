@@ -550,7 +550,7 @@ def test_rows_without_supervision_are_left_out_with_a_count(target, tmp_path, ca
     assert code == 0
     assert summary["rejected"] == {"no_supervised_tokens": 2, "too_short": 1}
     assert (summary["in"], summary["out"], summary["pending"]) == (6, 3, 0)
-    assert "% supervised" in caplog.text
+    assert "86.2% learned" in caplog.text
 
 
 def test_early_stop_takes_the_best_step(target, warm_start, tmp_path, monkeypatch):
