@@ -261,6 +261,7 @@ def test_a_file_that_another_process_writes_all_the_time_never_ends_in_a_traceba
         ("q.txt", b"How long do I boil an egg?\n"),
         ("q.csv.gz", gzip.compress(b"id,prompt\n1,Hello\n")),
     ],
+    ids=["csv", "text", "gzip"],
 )
 def test_csv_and_plain_text_are_refused_by_naming_the_formats_that_are_read(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
