@@ -1,8 +1,10 @@
 """Stage 04: train the drafter. The checks and the manifest around the training loop."""
 
-from drafter import run_files
+import contextlib
+
+from drafter import locks, run_files
 from drafter.errors import ContractError, ResumableError, StageError
-from drafter.stage import Stage, read_manifest, say
+from drafter.stage import Stage, is_main_process, read_manifest, say
 from drafter.target import eagle3_folder, weights_fingerprint
 from drafter.train import checkpoint
 from drafter.train.dataset import Dataset, read_dataset
@@ -18,6 +20,11 @@ QUESTION = (
 
 def run(stage: Stage) -> dict:
     """Train to the end, an early stop or a signal. Raises Interrupted, after saving, when a signal came."""
+    if is_main_process():
+        # So that the hidden states cannot be deleted during the imports. `lock` reports what is wrong.
+        states = stage.config.stage_dir("02_hidden_states")
+        with contextlib.suppress(StageError):
+            stage.held.enter_context(locks.reading(states, theirs=states.parent != stage.config.run_dir))
     from drafter.train import distributed  # takes ten seconds to import, which a dry run does not need
     from drafter.train.loop import Training
 

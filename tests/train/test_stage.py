@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import time
 
 import pytest
@@ -359,6 +360,24 @@ def test_other_rows_are_refused_by_name(undisturbed):
 def planned(path, *more):
     args = stage.parser("").parse_args(["--dry-run", "--config", str(path), *more])
     return train.dry_run(stage.Stage("04_train", config.load(path), args))
+
+
+def test_hidden_states_are_in_use_before_the_training_code_is_imported(target, tmp_path, monkeypatch):
+    """Seam H2: `clean` freed them in the ten seconds that a training started manually needs to import torch."""
+    path, seen = captured.write_run(tmp_path, target), []
+    states = path.parent / "runs/run/02_hidden_states"
+
+    class Watch:
+        def find_spec(self, name, *_):
+            if name == "drafter.train.loop":
+                seen.append(locks.in_use(states, readers=True))
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "drafter.train.loop")
+    monkeypatch.setattr(sys, "meta_path", [Watch(), *sys.meta_path])
+    with pytest.raises(KeyboardInterrupt):
+        captured.train(path)
+    assert seen == [True] and not locks.in_use(states, readers=True)
 
 
 def test_the_plan_refuses_other_rows_than_the_checkpoints_were_made_of(undisturbed, target, tmp_path):
