@@ -10,11 +10,11 @@ from typing import overload
 from drafter.errors import ConfigError
 
 EXAMPLES = """examples:
-  ./run_pipeline.sh                                    the small default model, all stages
-  ./run_pipeline.sh mine.yaml --dry-run                what would be done, and what is missing
-  ./run_pipeline.sh mine.yaml --limit 16               a short first run
-  ./run_pipeline.sh mine.yaml --set train.lr=3e-4      with another setting
-  ./run_pipeline.sh status mine.yaml                   how far it is, from another terminal
+  ./run_pipeline.sh                                             the small default model, all stages
+  ./run_pipeline.sh mine.yaml --dry-run                         what would be done, and what is missing
+  ./run_pipeline.sh mine.yaml --limit 16 --set run.name=short   a short run beside the whole one
+  ./run_pipeline.sh mine.yaml --set train.lr=3e-4               with another setting
+  ./run_pipeline.sh status mine.yaml                            how far it is, from another terminal
 """
 NUMBERS = ("01b", "02", "04", "05", "06")  # of the stages
 

@@ -120,8 +120,10 @@ def dry_run(stage: Stage) -> dict:
     before = read_manifest(stage.folder) or {}
     unfinished = before.get("status") != "complete"
     with tempfile.TemporaryDirectory() as scratch:
+        mixed = Path(scratch)
         try:
-            mixed = stage.folder if mix.current_meta(stage.config, stage.folder) else Path(scratch)
+            if mix.current_meta(stage.config, stage.folder):
+                mixed = stage.folder
             meta = mix.materialise(stage.config, mixed, earlier=stage.folder)
         except ConfigError as error:
             findings.append(str(error))

@@ -31,6 +31,6 @@ def refused(config: Config, planned: dict[str, Any], limit: int | None) -> str |
     if not checkpoint.complete_steps(folder):
         return None
     return (
-        f"{TRAIN} was begun with other rows than these prompts give; use another run.name, or delete {folder} to "
-        "train from the start"
+        f"{TRAIN} was begun with other rows than these prompts give (or with another --limit); use another run.name, "
+        f"or delete {folder} to train from the start"
     )

@@ -1160,6 +1160,15 @@ def test_a_dry_run_names_what_is_missing(lab, capsys):
     assert lab.run() == 2 and not lab.stage.parent.exists(), "a run that cannot begin leaves nothing"
 
 
+def test_a_prompt_file_that_is_gone_after_a_run_is_a_finding_of_the_dry_run(lab, capsys):
+    lab.add_source(questions(12))
+    assert lab.run("--limit", "2") == 0
+    lab.tree["prompts"][0]["path"] = str(lab.folder / "gone.jsonl")
+    assert lab.run("--dry-run") == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "gone.jsonl does not exist" in summary["refused"] and summary["findings"] == [summary["refused"]]
+
+
 # ---- a served tiny Kimi: real reasoning parser, real template, random weights
 
 
