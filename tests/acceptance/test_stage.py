@@ -438,5 +438,5 @@ def test_smoke_refuses_a_drafter_that_nothing_is_accepted_from(tmp_path, model):
     run = make_run(tmp_path, useless)
     code, summary, _talk = script("05_export_checkpoint.py", run, tmp_path, "--smoke")
     assert code == 1
-    assert "accepts 0 of its" in summary["error"]
+    assert "accepts only 0 of its" in summary["error"]
     assert str(useless) in summary["error"]
