@@ -140,7 +140,13 @@ def parser() -> Parser:
         "--probe", action="store_true", help="with --plan: first measure the rates that were never measured here"
     )
     result.add_argument("--done-by", metavar="HH:MM", help="with --plan: propose what is finished by then")
-    result.add_argument(
+    add_set(result)
+    add_json(result)
+    return result
+
+
+def add_set(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument(
         "--set",
         action="append",
         default=[],
@@ -148,10 +154,10 @@ def parser() -> Parser:
         dest="overrides",
         help="change a setting of the config for this call",
     )
-    result.add_argument(
-        "--json", action="store_true", help="end with a line of JSON also on a terminal, as in a pipe"
-    )
-    return result
+
+
+def add_json(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument("--json", action="store_true", help="one line of JSON also on a terminal, as in a pipe")
 
 
 def main(argv: list[str] | None = None) -> int:

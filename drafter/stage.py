@@ -20,7 +20,7 @@ import yaml
 from safetensors import SafetensorError
 
 from drafter import checked, contracts, files, locks, process, run_files, run_locks, signals, torchrun_env
-from drafter.cli import Parser, positive
+from drafter.cli import Parser, add_json, add_set, positive
 from drafter.config import Config, StageName, load, strict_yaml
 from drafter.config.default import default_config
 from drafter.errors import ConfigError, ContractError, Interrupted, ResumableError, StageError
@@ -196,14 +196,7 @@ def tool_parser(description: str, prog: str | None = None) -> Parser:
     """The arguments of every command."""
     result = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--config", metavar="FILE", help="default: the small model's, for a GPU where there is one")
-    result.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        dest="overrides",
-        help="change a setting of the config for this call",
-    )
+    add_set(result)
     return result
 
 
@@ -214,10 +207,6 @@ def parser(description: str) -> Parser:
     result.add_argument("--dry-run", action="store_true", help="offline: show what would be done and what is missing")
     add_json(result)
     return result
-
-
-def add_json(arguments: argparse.ArgumentParser) -> None:
-    arguments.add_argument("--json", action="store_true", help="one line of JSON also on a terminal, as in a pipe")
 
 
 def run_command(name: str, body: Callable[[], int | None], conclude: Callable[[int], None] = lambda _: None) -> int:

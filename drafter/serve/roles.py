@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from drafter import files, gpu, model_folder, signals, stage
+from drafter import cli, files, gpu, model_folder, signals, stage
 from drafter.config import Config, Role, Server
 from drafter.errors import ConfigError, ResumableError
 from drafter.serve import address, boot_times, command_server, readiness, server_record, systemd, unit_check
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = stage.tool_parser(__doc__, "python -m drafter.serve")
     arguments.add_argument("verb", choices=("up", "wait", "status", "down", "check"))
     arguments.add_argument("role", choices=get_args(Role))
-    stage.add_json(arguments)
+    cli.add_json(arguments)
 
     def body(config: Config, args: argparse.Namespace) -> int:
         if args.verb == "check":

@@ -26,15 +26,7 @@ def program(unit: UnitFile) -> list[str]:
 
 def role_args(unit: UnitFile) -> dict[str, Any]:
     """The unit's flags as `servers.ROLE.args` of a command role: JSON as what it says, several words as a list."""
-    words: dict[str, list[str]] = {}
-    flag = ""
-    for word in unit.command:
-        if word.startswith("--"):
-            flag, given, value = word[2:].partition("=")
-            flag = flag.replace("_", "-")
-            words[flag] = [value] if given else []
-        elif flag:
-            words[flag].append(word)
+    words = unit_file.flag_words(unit.command)
     return {name: _value(values) for name, values in words.items() if name not in GIVEN}
 
 

@@ -73,7 +73,8 @@ def _read(paths: list[Path]) -> UnitFile:
                 found.folder = value.removeprefix("-") or "/"
             elif key == "EnvironmentFile":
                 _read_environment(Path(value.removeprefix("-")), found)
-    found.flags = _flags(found.command)
+    words = flag_words(found.command)
+    found.flags = {name: " ".join(values) if values else True for name, values in words.items()}
     return found
 
 
@@ -102,14 +103,15 @@ def _read_environment(path: Path, found: UnitFile) -> None:
         found.unread.append(path)
 
 
-def _flags(command: list[str]) -> dict[str, str | bool]:
-    found: dict[str, str | bool] = {}
+def flag_words(command: list[str]) -> dict[str, list[str]]:
+    """Name of each flag without dashes -> the words that follow it; of a repeated flag, the last ones."""
+    found: dict[str, list[str]] = {}
     flag = ""
     for word in command:
         if word.startswith("--"):
-            flag, sign, value = word[2:].partition("=")
+            flag, given, value = word[2:].partition("=")
             flag = flag.replace("_", "-")
-            found[flag] = value if sign else True
+            found[flag] = [value] if given else []
         elif flag:
-            found[flag] = word if found[flag] is True else f"{found[flag]} {word}"
+            found[flag].append(word)
     return found

@@ -18,6 +18,8 @@ from drafter.train import checkpoint, examples, loop
 from drafter.train import stage as train
 from tests import captured, tiny_models
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -27,15 +29,6 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def warm_start(target, tmp_path_factory):
     return tiny_models.make_drafter(target, tmp_path_factory.mktemp("drafter"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Bitwise equality is promised for one number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def folder(path):

@@ -19,17 +19,10 @@ from drafter.target.head import read_verifier
 from drafter.train import examples, new_drafter, warm_start_check
 from tests import captured, tiny_models
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS, TOKENS = 60, 24
 LAST_AUX = 2  # slot of the layer that the drafter drafts from
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A tiny model is slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
